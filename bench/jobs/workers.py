@@ -110,10 +110,10 @@ def judge(figures: dict[str, dict[str, Any]]) -> list[Bar]:
 
 
 def _together(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means over all turns, and the sum of the wrong lines."""
+    """Return the medians over all turns, and the sum of the wrong lines."""
     names = ("cpu_s_a_line", "cpu_s_of_workers", "cpu_s_of_database", "lines_per_s")
-    means = {name: statistics.mean(turn[name] for turn in turns) for name in names}
-    return means | {"num_wrong": sum(turn["num_wrong"] for turn in turns)}
+    medians = {name: statistics.median(turn[name] for turn in turns) for name in names}
+    return medians | {"num_wrong": sum(turn["num_wrong"] for turn in turns)}
 
 
 def _measure(run: Run, url: str, server: psutil.Process, num_lines: int, options: Options) -> dict[str, Any]:

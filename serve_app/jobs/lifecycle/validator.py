@@ -16,7 +16,15 @@ from serve_app.jobs.lifecycle.input_file import InvalidFile, LineChecker, RawLin
 from serve_app.jobs.storage.batch_states import begin_batch, fail_batch, still_owns
 from serve_app.jobs.storage.batches import BatchRow, num_unfinished_lines
 from serve_app.jobs.storage.database import Database, JobsContext
-from serve_app.jobs.storage.lines import LineRow, add_lines, delete_lines, new_rows, taken_custom_ids
+from serve_app.jobs.storage.lines import (
+    MANY_LINES,
+    LineRow,
+    add_lines,
+    delete_lines,
+    new_rows,
+    refresh_statistics,
+    taken_custom_ids,
+)
 
 CHUNK_LINES = 100
 """Most lines of one write transaction, which takes some milliseconds while other writes wait."""
@@ -77,6 +85,8 @@ class Validator:
             result.errors.append(BatchError("file_not_found", message, "input_file_id"))
         if result.errors:
             await delete_own_lines(database, batch.id, owner, BatchStatus.VALIDATING)
+        elif result.num_lines >= MANY_LINES:
+            await database.write(refresh_statistics)
         if not await database.write(lambda connection: self._conclude(connection, batch.id, owner, result)):
             raise OwnershipLost(batch.id)
 

@@ -13,7 +13,7 @@ from hashlib import blake2s
 from typing import Any
 
 from pydantic_core import to_json
-from sqlalchemy import Connection, Row, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, insert, select, text, update
 
 from serve_app.jobs.api.new_lines import NewLine
 from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus
@@ -24,6 +24,8 @@ from serve_app.jobs.storage.tables import batches, lines
 
 LineRow = dict[str, Any]
 
+MANY_LINES = 1000
+"""New lines after which the statistics are refreshed: this takes about as long as to lease a hundred lines."""
 _CHARS_PER_TOKEN = 4
 _PREFIX_CHARS = 256
 """Characters of a prompt in its prefix key: some blocks of KV cache. Prompts with the same key run in sequence."""
@@ -79,6 +81,10 @@ _COUNT = _BATCH.values(
     num_cached_tokens=batches.c.num_cached_tokens + bindparam("cached_tokens"),
 )
 """Takes sums over the results of one batch as parameters."""
+
+
+_ANALYZE = text("ANALYZE lines (batch_id, position, status, length_rank, prefix_key, owner)")
+"""Not the columns with texts, whose sampling takes longest; no plan depends on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +165,16 @@ def add_lines(connection: Connection, rows: Sequence[LineRow]) -> None:
     """Insert lines whose custom ids are new in their batch."""
     if rows:
         connection.execute(_INSERT, rows)
+
+
+def refresh_statistics(connection: Connection) -> None:
+    """Tell PostgreSQL's planner how many lines there are now; SQLite's does not ask.
+
+    Autovacuum would do so within a minute. Until then the planner may take the table for empty, as it was when the
+    lines of earlier batches were deleted, and read a whole batch for each lease.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(_ANALYZE)
 
 
 def taken_custom_ids(connection: Connection, batch_id: str, custom_ids: Iterable[str]) -> set[str]:

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from sqlalchemy import Connection, func, select, text
 
 from serve_app.jobs.api.records import (
     BatchKind,
@@ -22,8 +23,9 @@ from serve_app.jobs.storage.batch_states import CLOSING, cancel_batch
 from serve_app.jobs.storage.batches import BatchRow, batch_record, list_lines, select_batch
 from serve_app.jobs.storage.database import Database
 from serve_app.jobs.storage.files import add_file, expire_files, pending_deletion
-from serve_app.jobs.storage.lines import delete_lines, end_lines
+from serve_app.jobs.storage.lines import MANY_LINES, delete_lines, end_lines
 from serve_app.jobs.storage.ownership import reap_owner
+from serve_app.jobs.storage.tables import lines
 from testkit.jobs.database_worlds import ENDPOINT, MODEL, World, body, failure, new_batch, success
 from testkit.jobs.memory_files import MemoryFiles
 
@@ -87,6 +89,25 @@ async def test_a_good_file_is_in_progress_with_all_its_lines(world):
     record = await world.validate(b"\xef\xbb\xbf" + file_of(*(line(name) for name in names), "", "  \r"))
     assert (record.status, record.counts) == (BatchStatus.IN_PROGRESS, RequestCounts(450, 0, 0))
     assert [one.custom_id for one in await world.write(lambda c: list_lines(c, "acme", record.id, -1, 1000))] == names
+
+
+def known_to_the_planner(connection: Connection) -> float:
+    """Return the number of lines by PostgreSQL's statistics, or by a count: SQLite's planner needs none."""
+    if connection.dialect.name == "postgresql":
+        return float(connection.execute(text("SELECT reltuples FROM pg_class WHERE relname = 'lines'")).scalar_one())
+    return float(connection.execute(select(func.count()).select_from(lines)).scalar_one())
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+async def test_the_planner_knows_of_many_new_lines_at_once(world, is_file):
+    world.settings = replace(world.settings, max_batch_lines=2 * MANY_LINES)
+    # As autovacuum leaves it when the lines of earlier batches have been deleted.
+    await world.write(lambda c: c.execute(text("ANALYZE lines")))
+    if is_file:
+        await world.validate(file_of(*(line(f"{number}") for number in range(MANY_LINES))))
+    else:
+        await world.submit(new_batch(MANY_LINES))
+    assert await world.write(known_to_the_planner) == MANY_LINES
 
 
 BAD_LINES: dict[str, tuple[JsonObject | str, str, str | None]] = {
