@@ -20,6 +20,7 @@ from testkit.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.service.conftest import MODEL
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+NUM_LATE_TOKENS = 450
 SAMPLED = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
 
 
@@ -51,6 +52,15 @@ def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "the quick brown fox", "max_tokens": max_tokens, "ignore_eos": True, **fields}
 
 
+async def read_stream(http: httpx.AsyncClient, max_tokens: int, has_begun: asyncio.Event) -> None:
+    """Read a sampled stream of the band `standard` to its end; `has_begun` is set when it has output."""
+    request = body(max_tokens, priority=int(Band.STANDARD), stream=True)
+    async with http.stream("POST", "/v1/completions", json=request, headers=SAMPLED) as response:
+        assert response.status_code == 200
+        async for _ in response.aiter_lines():
+            has_begun.set()
+
+
 async def usage(http: httpx.AsyncClient) -> dict[str, dict[str, Any]]:
     """Return the usage by band."""
     return {row["band"]: row for row in (await http.get("/v1/usage")).json()["data"]}
@@ -59,16 +69,14 @@ async def usage(http: httpx.AsyncClient) -> dict[str, dict[str, Any]]:
 async def test_a_preemption_is_in_the_trace_and_what_it_repeats_in_the_usage(
     http: httpx.AsyncClient, receiver: OtlpReceiver
 ) -> None:
-    late = [
-        asyncio.create_task(http.post("/v1/completions", json=body(300, priority=int(Band.STANDARD)), headers=SAMPLED))
-        for _ in range(2)
-    ]
-    await asyncio.sleep(0.2)
+    have_begun = [asyncio.Event(), asyncio.Event()]
+    late = [asyncio.create_task(read_stream(http, NUM_LATE_TOKENS, begun)) for begun in have_begun]
+    await until(lambda: all(begun.is_set() for begun in have_begun) or any(each.done() for each in late))
     urgent = await asyncio.gather(
         *(http.post("/v1/completions", json=body(8, priority=int(Band.INTERACTIVE))) for _ in range(4))
     )
-    answers = [*urgent, *[await each for each in late]]
-    assert [answer.status_code for answer in answers] == [200] * 6
+    assert [answer.status_code for answer in urgent] == [200] * 4
+    await asyncio.gather(*late)
     await until(lambda: len(receiver.named("POST /v1/completions")) == 2)
     assert receiver.named("preempted"), sorted({span.name for span in receiver.spans})
     for root in receiver.named("POST /v1/completions"):
@@ -82,7 +90,7 @@ async def test_a_preemption_is_in_the_trace_and_what_it_repeats_in_the_usage(
     async with asyncio.timeout(LIMIT_S):
         while not await is_reported():
             await asyncio.sleep(0.05)
-    assert (rows["interactive"]["output_tokens"], rows["standard"]["output_tokens"]) == (32, 600)
+    assert (rows["interactive"]["output_tokens"], rows["standard"]["output_tokens"]) == (32, 2 * NUM_LATE_TOKENS)
     assert rows["standard"]["wasted_tokens"] > 0 == rows["interactive"]["wasted_tokens"]
     for row in rows.values():
         computed = row["input_tokens"] - row["cached_tokens"] + row["output_tokens"] - row["num_requests"]
