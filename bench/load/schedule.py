@@ -46,12 +46,17 @@ def draw_length(lengths: Lengths, rng: random.Random) -> int:
     return min(lengths.high, max(lengths.low, drawn))
 
 
+def cumulative_zipf(num: int, exponent: float) -> list[float]:
+    """Return the cumulative weights of Zipf's law: item k, from 1, has the weight k ** -exponent."""
+    return list(itertools.accumulate((k + 1) ** -exponent for k in range(num)))
+
+
 def _requests(spec: LoadSpec, stream: Stream) -> list[ScheduledRequest]:
     """Return one stream's requests. Times and sizes have separate random generators, so each can change alone."""
     times_rng = random.Random(f"{spec.seed}/{stream.name}/times")
     sizes_rng = random.Random(f"{spec.seed}/{stream.name}/sizes")
     prefixes = _prefixes(spec, stream.prefixes)
-    weights = _cumulative_weights(stream.prefixes)
+    weights = cumulative_zipf(len(prefixes), stream.prefixes.zipf_exponent) if stream.prefixes else []
     made = []
     for at_s in arrivals(stream.phases, stream.bursts, times_rng):
         group = sizes_rng.choices(range(len(prefixes)), cum_weights=weights)[0] if prefixes else None
@@ -71,12 +76,6 @@ def _prefixes(spec: LoadSpec, prefixes: Prefixes | None) -> list[list[int]]:
         return []
     rng = random.Random(f"{spec.seed}/prefixes/{prefixes.num_groups}/{prefixes.num_tokens}")
     return [_tokens(spec, prefixes.num_tokens, rng) for _ in range(prefixes.num_groups)]
-
-
-def _cumulative_weights(prefixes: Prefixes | None) -> list[float]:
-    if prefixes is None:
-        return []
-    return list(itertools.accumulate((k + 1) ** -prefixes.zipf_exponent for k in range(prefixes.num_groups)))
 
 
 def _tokens(spec: LoadSpec, num_tokens: int, rng: random.Random) -> list[int]:

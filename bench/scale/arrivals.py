@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from bench.load.schedule import cumulative_zipf
 from replicas.protocol import Band, GenerateRequest, SamplingParams
 from serve_app.benchmark.trace import TracedRequest, band_of
 from testkit.router.simulated_engines import VOCABULARY
@@ -21,6 +21,7 @@ SHARES = {Band.INTERACTIVE: 0.2, Band.STANDARD: 0.4, Band.BATCH: 0.4}
 NUM_TENANTS = 16
 _PREFIX_TOKENS = 256
 _CHARS_PER_TOKEN = 4
+_cumulative_zipf = cache(cumulative_zipf)
 
 
 class SimulatedRequest(TracedRequest):
@@ -130,9 +131,4 @@ def _tokens(rng: random.Random, num_tokens: int) -> tuple[int, ...]:
 
 def _zipf(rng: random.Random, num: int, exponent: float) -> int:
     """Return a number below `num`, by Zipf's law."""
-    return rng.choices(range(num), cum_weights=_cumulative_weights(num, exponent))[0]
-
-
-@cache
-def _cumulative_weights(num: int, exponent: float) -> list[float]:
-    return list(itertools.accumulate((k + 1) ** -exponent for k in range(num)))
+    return rng.choices(range(num), cum_weights=_cumulative_zipf(num, exponent))[0]

@@ -267,7 +267,7 @@ def _numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
 
-def is_kept(figures: dict[str, Any], alone: dict[str, Any], has_equal_tenants: bool = True) -> bool:
+def is_kept(figures: dict[str, Any], alone: dict[str, Any], has_equal_tenants: bool) -> bool:
     """Return True if a run keeps the bars beside one ingress.
 
     Outputs of unequal lengths leave replicas with unequal work even then. A tenant that comes while slots are free may

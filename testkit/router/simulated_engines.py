@@ -64,7 +64,7 @@ class SimulatedReplica(Protocol):
         """Yield the deltas of one request.
 
         Raises:
-            ReplicaLost: the replica died meanwhile.
+            ReplicaLost: the replica has died since the call.
         """
 
     def stats(self) -> ReplicaStats:
