@@ -28,6 +28,8 @@ from router.scaling.replica_sums import ReplicaParts, ReplicaSums
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.1
+_IDLE_PERIOD_S = 0.5
+"""Period while no request waits."""
 _WAKE_PERIOD_S = 2.0
 _DEADLINE_SHARE = 0.8
 """Share of the time to its deadline in which batch work should be done. The rest is reserve for uneven load."""
@@ -150,11 +152,12 @@ class IngressLoad:
 
 
 class AutoscalingLoop:
-    """Loop that decides every 0.1 s from the known load, and polls the replicas when their load must be fresh.
+    """Loop that decides from the known load, and polls the replicas when their load must be fresh.
 
-    It polls every 0.1 s while requests wait and fewer replicas are known than desired: a new replica then gets requests
-    at once. A changed decision is sent to the replicas at once, with a poll. If there is no replica, and
-    requests wait or no replica was ever seen, it has one started.
+    It decides every 0.1 s while requests wait, and every 0.5 s otherwise. While requests wait and fewer replicas are
+    known than desired, it also polls: a new replica then gets requests at once. A changed decision is sent to the
+    replicas at once, with a poll. If there is no replica, and requests wait or no replica was ever seen, it has one
+    started.
     """
 
     def __init__(
@@ -201,7 +204,7 @@ class AutoscalingLoop:
                 with contextlib.suppress(ServingError):
                     await refresh()
             self._wake_if_needed(self.decision)
-            await asyncio.sleep(_PERIOD_S)
+            await asyncio.sleep(_PERIOD_S if self._load.num_waiting() > 0 else _IDLE_PERIOD_S)
 
     def _awaits_replicas(self, decision: ScalingDecision) -> bool:
         return self._load.num_waiting() > 0 and decision.inputs.num_replicas < decision.desired_replicas

@@ -24,7 +24,7 @@ from serve_app.deployments.process import (
     with_local_model,
     without_collection,
 )
-from serve_app.deployments.ray_metrics import JOBS_PERIOD_S, Instruments, export_forever, jobs_exporter
+from serve_app.deployments.ray_metrics import Instruments, export_forever, jobs_exporter
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answers_service_calls
 from serve_app.process import return_freed_memory
@@ -83,7 +83,7 @@ class Jobs:
         self._webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, self._tracer)
         self._reporter = UsageReporter(ledger, self.service.report_usage)
         export = jobs_exporter(config.model_name, self._own_metrics, Instruments.of_serve())
-        exporting = export_forever(export, JOBS_PERIOD_S)
+        exporting = export_forever(export)
         loops = (self._routing.run(), self._webhooks.run(), files.keep_clean(), self._reporter.run(), exporting)
         await self._runtime.start(*loops)
 

@@ -20,9 +20,8 @@ from serve_app.metrics import registry_metrics
 
 _log = logging.getLogger(__name__)
 
-PERIOD_S = 1.0
-JOBS_PERIOD_S = 5.0
-"""Period of the export of the jobs process's own work, seconds; each reads the database."""
+_PERIOD_S = 5.0
+"""Period of the export, seconds. Ray passes the values on every 10 s; the jobs process reads the database for them."""
 _SERVE_LABELS = frozenset({"application", "deployment", "replica"})
 """Labels that Ray Serve adds itself."""
 _SUMMED_LABELS = frozenset({"tenant"})
@@ -173,7 +172,7 @@ def jobs_exporter(model_name: str, read: Callable[[], Awaitable[Iterable[Metric]
     return export
 
 
-async def export_forever(export: Export, period_s: float = PERIOD_S) -> None:
+async def export_forever(export: Export, period_s: float = _PERIOD_S) -> None:
     """Run the export once a period until cancelled; a failure is logged once, and the next run tries again."""
     is_logged = False
     while True:
