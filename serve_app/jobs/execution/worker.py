@@ -21,10 +21,12 @@ _POLL_PERIOD_S = 0.25
 """Most seconds between two checks of the replicas' load when no lease is possible."""
 _GATHER_S = 0.01
 """Seconds in which events are gathered for one poll; clients that submit are answered in this time."""
-_MAX_RESULTS = 100
+_MANY_RESULTS = 100
+"""Results that are written at once."""
+_MAX_RESULTS = 256
 """Most results of one write transaction."""
 _WRITE_PERIOD_S = 0.25
-"""Most seconds that a result of a larger batch waits for others to be written with."""
+"""Most seconds that fewer results of larger batches wait for others to be written with."""
 
 
 class ResultWriter:
@@ -50,7 +52,7 @@ class ResultWriter:
     def add(self, result: LineResult, is_urgent: bool) -> None:
         """Buffer a result, to be written soon; `is_urgent`: at once."""
         self._pending.append(result)
-        if is_urgent or len(self._pending) >= _MAX_RESULTS:
+        if is_urgent or len(self._pending) >= _MANY_RESULTS:
             self._wakeup.set()
 
     def write_now(self) -> None:
