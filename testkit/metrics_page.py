@@ -18,7 +18,7 @@ from testkit.whole_metrics import MODEL, WholeMetrics, whole_metrics
 _INTRODUCTION = """# Metrics
 
 `GET /metrics` of an ingress is a page for Prometheus: metrics of the ingress, of every engine and of the jobs process.
-Each process also gives its metrics to Ray once a second. Ray's exporter writes `vllm:x` as `ray_vllm_x` and `headway:x`
+Each process also gives its metrics to Ray every 5 s. Ray's exporter writes `vllm:x` as `ray_vllm_x` and `headway:x`
 as `ray_headway_x`, with the labels `application`, `deployment`, `replica` and `WorkerId`. It has no label `engine` or
 `tenant`, and adds up the tenants; of a gauge that is infinite it has the last finite value. A counter appears there
 with its first event. Ray computes the sum of a histogram from the middles of its buckets; its buckets and its count are
