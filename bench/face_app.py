@@ -117,8 +117,8 @@ class Switch:
     def _gate_exports(self, module: Any) -> None:
         original = module.export_forever
 
-        async def gated(export: Callable[[], Any], *period: float) -> None:
-            await original(lambda: export() if self.is_on else asyncio.sleep(0), *period)
+        async def gated(export: Callable[[], Any]) -> None:
+            await original(lambda: export() if self.is_on else asyncio.sleep(0))
 
         module.export_forever = gated
 

@@ -330,8 +330,8 @@ SECTIONS = (
         _SIMULATED_HEADINGS,
         _simulated,
         "As above. Max/mean outstanding tokens (wanted: 1.2) depends on the slots: 16 requests of unequal lengths are "
-        "too few to even out, and 256 are not. What 8 ingresses lack here they lack at the start, in which all slots "
-        "are filled: of 64 replicas, they did 0.99 of the tokens/s of one from the eighth second on.",
+        "too few to even out, and 256 are not. 8 ingresses lose most at the start, in which all slots are filled: "
+        "of 64 replicas, they did 0.99 of the tokens/s of one from the eighth second on.",
     ),
     Section(
         "Uneven load and faults in front of 64 replicas, simulated",

@@ -172,7 +172,7 @@ def jobs_exporter(model_name: str, read: Callable[[], Awaitable[Iterable[Metric]
     return export
 
 
-async def export_forever(export: Export, period_s: float = _PERIOD_S) -> None:
+async def export_forever(export: Export) -> None:
     """Run the export once a period until cancelled; a failure is logged once, and the next run tries again."""
     is_logged = False
     while True:
@@ -182,4 +182,4 @@ async def export_forever(export: Export, period_s: float = _PERIOD_S) -> None:
             if not is_logged:
                 _log.exception("metrics cannot be exported to Ray")
             is_logged = True
-        await asyncio.sleep(period_s)
+        await asyncio.sleep(_PERIOD_S)

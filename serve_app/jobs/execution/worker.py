@@ -22,7 +22,7 @@ _POLL_PERIOD_S = 0.25
 _GATHER_S = 0.01
 """Seconds in which events are gathered for one poll; clients that submit are answered in this time."""
 _MANY_RESULTS = 100
-"""Results that are written at once."""
+"""Results that are written without waiting for more."""
 _MAX_RESULTS = 256
 """Most results of one write transaction."""
 _WRITE_PERIOD_S = 0.25

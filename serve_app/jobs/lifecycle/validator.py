@@ -17,7 +17,6 @@ from serve_app.jobs.storage.batch_states import begin_batch, fail_batch, still_o
 from serve_app.jobs.storage.batches import BatchRow, num_unfinished_lines
 from serve_app.jobs.storage.database import Database, JobsContext
 from serve_app.jobs.storage.lines import (
-    MANY_LINES,
     LineRow,
     add_lines,
     delete_lines,
@@ -85,8 +84,6 @@ class Validator:
             result.errors.append(BatchError("file_not_found", message, "input_file_id"))
         if result.errors:
             await delete_own_lines(database, batch.id, owner, BatchStatus.VALIDATING)
-        elif result.num_lines >= MANY_LINES:
-            await database.write(refresh_statistics)
         if not await database.write(lambda connection: self._conclude(connection, batch.id, owner, result)):
             raise OwnershipLost(batch.id)
 
@@ -94,6 +91,7 @@ class Validator:
         now = self._context.clock.unix()
         if result.errors:
             return fail_batch(connection, batch_id, owner, tuple(result.errors), now)
+        refresh_statistics(connection, result.num_lines)
         return begin_batch(connection, batch_id, owner, result.num_lines, result.expected_tokens, now)
 
     async def _read(self, batch: BatchRow, owner: str, result: _ValidationResult) -> None:

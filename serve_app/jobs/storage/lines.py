@@ -167,13 +167,13 @@ def add_lines(connection: Connection, rows: Sequence[LineRow]) -> None:
         connection.execute(_INSERT, rows)
 
 
-def refresh_statistics(connection: Connection) -> None:
-    """Tell PostgreSQL's planner how many lines there are now; SQLite's does not ask.
+def refresh_statistics(connection: Connection, num_new: int) -> None:
+    """Tell PostgreSQL's planner how many lines there are after `num_new` were added, if these are many.
 
     Autovacuum would do so within a minute. Until then the planner may take the table for empty, as it was when the
-    lines of earlier batches were deleted, and read a whole batch for each lease.
+    lines of earlier batches were deleted, and read a whole batch for each lease. SQLite's planner does not ask.
     """
-    if connection.dialect.name == "postgresql":
+    if num_new >= MANY_LINES and connection.dialect.name == "postgresql":
         connection.execute(_ANALYZE)
 
 

@@ -17,7 +17,7 @@ from serve_app.jobs.storage.batches import (
     select_batch,
 )
 from serve_app.jobs.storage.files import get_file
-from serve_app.jobs.storage.lines import MANY_LINES, LineRow, add_lines, refresh_statistics
+from serve_app.jobs.storage.lines import LineRow, add_lines, refresh_statistics
 from serve_app.jobs.storage.tables import batches, idempotency_keys
 
 _RETRY_AFTER_S = 30.0
@@ -46,8 +46,7 @@ def submit_batch(
     _check_quota(connection, new, settings)
     accepted = connection.execute(_INSERT, _values(new, batch_id, rows, settings.model_name, now)).one()
     add_lines(connection, rows)
-    if len(rows) >= MANY_LINES:
-        refresh_statistics(connection)
+    refresh_statistics(connection, len(rows))
     if new.idempotency_key is not None:
         key = {"tenant": new.tenant, "key": new.idempotency_key, "digest": new.body_digest, "batch_id": batch_id}
         connection.execute(insert(idempotency_keys), key)
