@@ -57,6 +57,7 @@ def make_engine(runner: TorchModelRunner, *, launcher: ModelRunner | None = None
         "max_model_len": min(runner.max_model_len, runner.num_blocks * runner.block_size),
         "block_size": runner.block_size,
         "enable_prefix_caching": False,
+        "vocab_size": runner.vocab_size,
     }
     return Engine(EngineConfig(**{**fixed, **limits}), launcher or runner, lambda _: SilentDecoder(), IDENTITY)
 

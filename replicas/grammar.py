@@ -56,6 +56,21 @@ _EXPLAINED = {
 _LOCATION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
+@dataclass(frozen=True, slots=True)
+class VocabularySizes:
+    """Sizes of a vocabulary as the model and as llguidance have it."""
+
+    num_logits: int
+    """Tokens that the model can sample; those beyond are in no output."""
+    num_tokens: int
+    """Tokens that llguidance knows, at least as many."""
+
+    @property
+    def mask_bytes(self) -> int:
+        """Length of llguidance's masks: a bit for each token, in words of four bytes."""
+        return -(-self.num_tokens // 32) * 4
+
+
 class GrammarConstraint:
     """Constraint of one sequence's output by a grammar.
 
@@ -63,10 +78,11 @@ class GrammarConstraint:
     therefore goes on with a matcher of its own, which has accepted the same tokens.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, compile_again: Callable[[], LLMatcher]) -> None:
+    def __init__(self, matcher: LLMatcher, sizes: VocabularySizes, compile_again: Callable[[], LLMatcher]) -> None:
         """Create the constraint; `compile_again` returns a matcher that shares nothing with any other."""
         self._matcher = matcher
-        self._mask_bytes = -(-vocab_size // 32) * 4
+        self._num_logits = sizes.num_logits
+        self._mask_bytes = sizes.mask_bytes
         self._compile_again = compile_again
         self._is_alone = False
         self._accepted: list[int] = []
@@ -115,7 +131,7 @@ class GrammarConstraint:
         started_s = time.thread_time()
         forced = self._matcher.compute_ff_tokens()
         self._spend(time.thread_time() - started_s)
-        return forced[0] if forced else None
+        return forced[0] if forced and forced[0] < self._num_logits else None
 
     def fill_mask(self, mask: memoryview) -> None:
         """Write the allowed tokens into `mask`, one bit for each token id. The GIL is free most of the time."""
@@ -175,15 +191,16 @@ class GrammarCompiler:
     ) -> None:
         """Build the compiler, which takes about a second for 150,000 tokens.
 
-        `vocab_size` is the number of logits, if the model has more than the tokenizer has tokens. `eos_token_ids` end a
-        sequence; none: the tokenizer's. A tokenizer that llguidance cannot read gives a compiler that refuses all
-        grammars.
+        `vocab_size` is the number of logits; None: as many as the tokenizer has tokens. `eos_token_ids` end a sequence;
+        none: the tokenizer's. A tokenizer that llguidance cannot read gives a compiler that refuses all grammars.
         """
-        self._vocab_size = max(vocab_size or 0, len(tokenizer))
-        eos = sorted(each for each in eos_token_ids if each < self._vocab_size)
+        text, num_tokens = _written(tokenizer, vocab_size)
+        self._sizes = VocabularySizes(vocab_size or num_tokens, max(vocab_size or 0, num_tokens))
+        named = sorted(eos_token_ids) or [tokenizer.eos_token_id]
+        eos = [token_id for token_id in named if token_id is not None and 0 <= token_id < self._sizes.num_logits]
         self._fault: str | None = None
         try:
-            self._tokenizer = _readable(tokenizer, self._vocab_size, eos or tokenizer.eos_token_id)
+            self._tokenizer = LLTokenizer(text, n_vocab=self._sizes.num_tokens, eos_token=eos or None)
         except Exception as error:  # Models without grammars are served, too, and llguidance may raise anything.
             self._fault = f"the model's tokenizer has no grammars: {_reason(str(error))}"
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -222,7 +239,7 @@ class GrammarCompiler:
 
     def _probed(self, constraint: GrammarConstraint) -> str | None:
         """Follow a few tokens; return the reason why that fails, None if it does not."""
-        mask = np.zeros(-(-self._vocab_size // 32) * 4, np.uint8)
+        mask = np.zeros(self._sizes.mask_bytes, np.uint8)
         for _ in range(_NUM_PROBED_TOKENS):
             constraint.fill_mask(mask.data)
             if constraint.is_complete or constraint.error is not None:
@@ -243,7 +260,7 @@ class GrammarCompiler:
                     del self._cache[grammar]  # Its lexer has reached a limit, for all sequences.
             return self._compile(grammar)
 
-        return GrammarConstraint(shared.deep_copy(), self._vocab_size, compile_again)
+        return GrammarConstraint(shared.deep_copy(), self._sizes, compile_again)
 
     def counts(self) -> CacheCounts:
         """Return the counts of the cache."""
@@ -360,20 +377,25 @@ def structural_tag_grammar(parts: Sequence[MarkedPart]) -> str:
     return str(StructTag.to_grammar(tags, assume_special=False))
 
 
-def _readable(
-    tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_token_ids: list[int] | int | None
-) -> LLTokenizer:
-    """Return llguidance's view of a tokenizer, without padding and truncation.
+def _written(tokenizer: PreTrainedTokenizerFast, vocab_size: int | None) -> tuple[str, int]:
+    """Return a tokenizer's file as llguidance needs it, and the number of its tokens: one more than the largest id.
 
-    Raises:
-        ValueError: llguidance cannot read it.
+    It has neither padding nor truncation, and no added token for which the model has no logit: llguidance would write
+    texts with it.
     """
     backend = tokenizer.backend_tokenizer
     if backend.padding is not None or backend.truncation is not None:
         backend = copy(backend)
         backend.no_padding()
         backend.no_truncation()
-    return LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=eos_token_ids)
+    text, ids = backend.to_str(), backend.get_vocab().values()
+    num_tokens = max(ids, default=0) + 1
+    if vocab_size is None or num_tokens <= vocab_size:
+        return text, num_tokens
+    content = json.loads(text)
+    unknown = {token["id"] for token in content["added_tokens"] if token["id"] >= vocab_size}
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] not in unknown]
+    return json.dumps(content), max((token_id for token_id in ids if token_id not in unknown), default=0) + 1
 
 
 def _reason(message: str) -> str:

@@ -47,6 +47,7 @@ class Backend:
     num_blocks: int
     max_model_len: int
     vocab_size: int
+    """Tokens that the model has rows for, with ids from 0."""
     eos_token_ids: frozenset[int]
     dtype: str
     device: str
@@ -60,6 +61,8 @@ class Backend:
     """Compiler of grammars; None: outputs cannot have one."""
     counts_tokens: bool = False
     """True if penalties need no token on the host."""
+    notes: tuple[str, ...] = ()
+    """Faults of the checkpoint with which the model can be served all the same, a sentence each."""
     warm_step_s: float = 0.0
     """Seconds that a few of the largest steps take once kernels are compiled."""
 
@@ -94,6 +97,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         if loaded.tokenizer is None
         else GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
         counts_tokens=runner.counts_tokens,
+        notes=loaded.notes,
         warm_step_s=warm_step_s,
     )
 
@@ -126,7 +130,10 @@ class ModelReplica:
             kernels=backend.kernels,
             weights=backend.weights,
             cache_dtype=backend.cache_dtype,
+            notes=backend.notes,
         )
+        for note in backend.notes:
+            _log.warning("the checkpoint has a fault: %s", note)
         is_on_cpu = backend.device == "cpu"
         default_chunks_per_s = (
             _STREAM_CHUNKS_PER_S_ON_CPU * (os.cpu_count() or 1) if is_on_cpu else _STREAM_CHUNKS_PER_S
@@ -205,5 +212,6 @@ def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
         max_model_len=max_model_len,
         counts_on_device=backend.counts_tokens,
         cache_dtype=backend.cache_dtype,
+        vocab_size=backend.vocab_size,
         eos_token_ids=backend.eos_token_ids,
     )

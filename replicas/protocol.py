@@ -321,6 +321,8 @@ class ModelCard:
     """Format of the weights in the checkpoint and in memory; empty: not known."""
     cache_dtype: str = ""
     """Number format of the KV cache; empty: not known."""
+    notes: tuple[str, ...] = ()
+    """Faults of the checkpoint with which the model is served all the same, a sentence each."""
 
 
 class MetricKind(Enum):

@@ -5,6 +5,7 @@ Functions import transformers, since it takes half a second and not every proces
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,16 @@ def model_file(model: str, name: str) -> Path | None:
 
     found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
+
+
+def vocab_size_of(model: str) -> int | None:
+    """Return the number of tokens that the config of `model` names, a directory or hub id; None: it names none."""
+    path = model_file(model, "config.json")
+    if path is None:
+        return None
+    config = json.loads(path.read_text(encoding="utf-8"))
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return size if isinstance(size, int) else None
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerFast:

@@ -2,5 +2,5 @@
 
 Read `sequence.py`, `block_manager.py`, `scheduler.py` and `engine.py`, in this order. May import `replicas.block_hash`,
 `replicas.clock`, `replicas.cpu_scheduling`, `replicas.errors`, `replicas.fair_share`, `replicas.protocol`,
-`replicas.rates`, `replicas.settings`.
+`replicas.rates`, `replicas.settings`, `replicas.token_ids`.
 """

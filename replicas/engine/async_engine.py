@@ -17,7 +17,7 @@ from replicas.engine.constraint import Constraint, ConstraintCompiler
 from replicas.engine.engine import Engine
 from replicas.engine.engine_thread import EngineThread
 from replicas.engine.outbox import Coalescing, FlushPolicy, Mailbox, Outbox, failure
-from replicas.errors import EngineDead, InvalidRequest, ReplicaLost, ServingError
+from replicas.errors import EngineDead, InvalidRequest, ReplicaLost, ServingError, as_serving_error
 from replicas.protocol import (
     Band,
     EngineMetrics,
@@ -42,7 +42,8 @@ class StepWatch:
     """Watch over the engine's present step: a step that does not end is hung, a slow one is not.
 
     A step is hung after `max_step_s`, but never before 4 times the longest known step. The first 16 steps may compile
-    kernels and have at least `first_step_s`. The engine's thread writes, any thread may read.
+    kernels and have at least `first_step_s`. A failed step that is repeated in parts may take `max_step_s` for each.
+    The engine's thread writes, any thread may read; one thread asks whether the step is hung.
     """
 
     max_step_s: float
@@ -53,25 +54,34 @@ class StepWatch:
     num_steps: int = 0
     started_s: float | None = None
     """Start of the present step; None: no step runs."""
+    num_repeats: int = 0
+    """Number of repeated parts when a step ended last, or when `hung_for_s` was called last."""
+    repeated_s: float = -math.inf
+    """Time at which `hung_for_s` last saw that a part had been repeated."""
 
     def begin(self, now: float) -> None:
         """Note the start of a step."""
         self.started_s = now
 
-    def end(self, now: float) -> None:
-        """Note the end of a step."""
-        if self.started_s is not None:
+    def end(self, now: float, num_repeats: int) -> None:
+        """Note the end of a step, and the number of parts of steps that have been repeated so far."""
+        if self.started_s is not None and num_repeats == self.num_repeats:
             self.longest_step_s = max(self.longest_step_s, now - self.started_s)
-        self.started_s = None
+        self.started_s, self.num_repeats = None, num_repeats
         self.num_steps += 1
 
-    def hung_for_s(self, now: float) -> float | None:
-        """Return the age of the present step if it is hung, else None."""
+    def hung_for_s(self, now: float, num_repeats: int) -> float | None:
+        """Return the age of the present step, or of its last known repeated part, if it is hung, else None."""
         started_s = self.started_s
+        if started_s is None:
+            return None
+        if num_repeats != self.num_repeats:
+            self.num_repeats, self.repeated_s = num_repeats, now
+        started_s = max(started_s, self.repeated_s)
         limit_s = max(self.max_step_s, _SLOW_STEP_FACTOR * self.longest_step_s)
         if self.num_steps < _NUM_FIRST_STEPS:
             limit_s = max(limit_s, self.first_step_s)
-        return None if started_s is None or now - started_s <= limit_s else now - started_s
+        return None if now - started_s <= limit_s else now - started_s
 
 
 class AsyncEngine:
@@ -173,7 +183,7 @@ class AsyncEngine:
         Raises:
             EngineDead: the engine has ended; the replica must be replaced.
         """
-        hung_for_s = self._steps.hung_for_s(self._clock.monotonic())
+        hung_for_s = self._steps.hung_for_s(self._clock.monotonic(), self._engine.num_repeats)
         if self._death is None and hung_for_s is not None:
             self._is_hung = True
             self._die(EngineDead(f"the engine is hung: its step has not ended for {hung_for_s:.1f} s"))
@@ -265,7 +275,7 @@ class AsyncEngine:
             while self._take_messages():
                 self._steps.begin(self._clock.monotonic())
                 deltas = self._engine.step()
-                self._steps.end(self._clock.monotonic())
+                self._steps.end(self._clock.monotonic(), self._engine.num_repeats)
                 self._post(deltas)
         except Exception as error:
             _log.exception("the engine died")
@@ -302,6 +312,9 @@ class AsyncEngine:
             self._engine.add(request, constraint)
         except ServingError as error:
             self._post([_refusal(request, error)])
+        except Exception as error:  # A request that is not valid after all: the others must not end with it.
+            _log.exception("the request %s cannot be added", request.request_id)
+            self._post([_refusal(request, as_serving_error(error))])
 
     def _post(self, deltas: list[TokenDelta]) -> None:
         """Hand a step's deltas to the event loop with one wake-up for all streams."""

@@ -81,12 +81,14 @@ class EngineConfig(EngineLimits):
     """The runner counts the tokens of sequences on its device, so that penalties need none of them on the host."""
     cache_dtype: str = ""
     """Number format of the KV cache, for its metric; empty: not known."""
+    vocab_size: int
+    """Tokens that the model has, with ids 0..vocab_size - 1. A request with any other id is refused."""
     eos_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence unless it says `ignore_eos`."""
 
     def __post_init__(self) -> None:
         EngineLimits.__post_init__(self)
-        for name in ("num_blocks", "max_model_len"):
+        for name in ("num_blocks", "max_model_len", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_model_len > self.num_blocks * self.block_size:

@@ -28,6 +28,7 @@ from replicas.protocol import (
     TenantTokens,
     TokenDelta,
 )
+from replicas.token_ids import unknown_token
 
 _MIN_DEADLINES = 64
 
@@ -70,6 +71,11 @@ class Engine:
         """True if a request waits or runs, or a step is in flight."""
         return bool(self._output_processors) or len(self._pipeline) > 0
 
+    @property
+    def num_repeats(self) -> int:
+        """Number of forward passes that repeated a part of a failed step. Any thread may read it."""
+        return self._pipeline.num_repeats
+
     def add(self, request: GenerateRequest, constraint: Constraint | None = None) -> None:
         """Accept a request, with its constraint if it has one.
 
@@ -85,14 +91,14 @@ class Engine:
         if request.request_id in self._output_processors:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
         self._check_size(request)
+        self._check_token_ids(request)
         self._check_queue(request)
         now = self._clock.monotonic()
         deadline_s = None if request.deadline_unix_s is None else self._clock.from_unix(request.deadline_unix_s)
         arrival_s = now if request.arrival_unix_s is None else min(now, self._clock.from_unix(request.arrival_unix_s))
         sequence = Sequence(request, arrival_s, deadline_s, self._num_added, constraint)
-        self._output_processors[request.request_id] = OutputProcessor(
-            sequence, self._decoders, self._config.eos_token_ids
-        )
+        processor = OutputProcessor(sequence, self._decoders, self._config.eos_token_ids)
+        self._output_processors[request.request_id] = processor
         self._num_added += 1
         self._deadlines.add(sequence)
         self._scheduler.add(sequence, now)
@@ -181,6 +187,12 @@ class Engine:
                 "max_tokens",
                 "context_length_exceeded",
             )
+
+    def _check_token_ids(self, request: GenerateRequest) -> None:
+        """Refuse a request with an id that the model has no row for, wherever the id came from."""
+        unknown = unknown_token(request, self._config.vocab_size)
+        if unknown is not None:
+            raise unknown.error(self._config.vocab_size)
 
     def _check_queue(self, request: GenerateRequest) -> None:
         waiting = self._scheduler.waiting

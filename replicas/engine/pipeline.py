@@ -17,10 +17,9 @@ from replicas.engine.batch import (
     ScheduledSequence,
     ScheduledStep,
 )
+from replicas.engine.bisection import Bisection
 from replicas.engine.config import EngineConfig
 from replicas.engine.scheduler import Scheduler
-
-_MAX_FAILED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,8 @@ class _StepInFlight:
 class Pipeline:
     """Pipeline of steps: launches batches in order and returns their results in that order, even if the device fails.
 
-    If a batch fails as a whole, its items run again one by one, so that only the items at fault fail. Computing an item
-    twice writes the same KV. A device that fails every item of a batch, or `_MAX_FAILED_STEPS` steps in a row, is
-    broken: the error is raised and ends the engine.
+    If a batch fails as a whole, `Bisection` repeats it in parts, so that only the items at fault fail. If the device is
+    broken, the error is raised and ends the engine.
 
     Invariants:
         Tokens in flight are noted in their sequences, unless a sequence has been preempted or has ended since.
@@ -67,7 +65,9 @@ class Pipeline:
         self._counts_on_device = config.counts_on_device
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_collected_s = float("-inf")
-        self._num_failed_steps = 0
+        self._bisection = Bisection(self._run_alone, config.block_size)
+        self.num_repeats = 0
+        """Number of forward passes that repeated a part of a failed step. Any thread may read it."""
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -126,8 +126,8 @@ class Pipeline:
             results = launched.collect()
         except Exception as error:
             self._discard()
-            return self._repeat_one_by_one(batch, error)
-        self._num_failed_steps = 0
+            return self._repeat(batch, error)
+        self._bisection.succeeded(batch)
         return list(zip(batch.items, results, strict=True))
 
     def _discard(self) -> None:
@@ -139,22 +139,16 @@ class Pipeline:
                 self._scheduler.revoke(item)
         self._in_flight.clear()
 
-    def _repeat_one_by_one(self, batch: ScheduledBatch, cause: Exception) -> list[tuple[ScheduledSequence, ItemResult]]:
-        self._num_failed_steps += 1
+    def _repeat(self, batch: ScheduledBatch, cause: Exception) -> list[tuple[ScheduledSequence, ItemResult]]:
         live = [item for item in batch.items if item.holds_blocks]
         for item in batch.items:
             if not item.holds_blocks:
                 self._scheduler.revoke(item)
-        results = [self._run_alone(item, cause) for item in live]
-        fails_everything = len(results) > 1 and all(result.error is not None for result in results)
-        if fails_everything or self._num_failed_steps >= _MAX_FAILED_STEPS:
-            raise cause
-        return list(zip(live, results, strict=True))
+        return list(zip(live, self._bisection.repeat(live, cause), strict=True))
 
-    def _run_alone(self, item: ScheduledSequence, cause: Exception) -> ItemResult:
-        try:
-            step = self._runner.launch(ScheduledBatch((item,)))
-            step.sample()
-            return step.collect()[0]
-        except Exception as error:
-            return ItemResult(error=f"{type(error).__name__} while computing the sequence: {error} ({cause})")
+    def _run_alone(self, batch: ScheduledBatch) -> list[ItemResult]:
+        """Run a batch and wait for it, while no step is in flight."""
+        self.num_repeats += 1
+        step = self._runner.launch(batch)
+        step.sample()
+        return step.collect()

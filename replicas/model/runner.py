@@ -167,6 +167,11 @@ class TorchModelRunner:
         """Maximum number of tokens of one sequence."""
         return self._loaded.max_model_len
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that the model has."""
+        return self._loaded.vocab_size
+
     def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
         """Launch `batch`, wait for it and return one result per item."""
         step = self.launch(batch)

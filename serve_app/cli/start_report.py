@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from replicas.protocol import ModelCard
+from serve_app.cli.data_folder import left_data_dir
 from serve_app.cli.private_cluster import PrivateCluster
 from serve_app.config import HeadwayConfig
 from serve_app.models.progress import spinner
@@ -67,15 +68,19 @@ class Report:
     """State of the jobs process in `/health`; None: unknown."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the report, at most fourteen lines."""
+        """Yield the report: a line for each fault of the checkpoint, and at most fourteen others."""
         yield f"Serving {self.config.model_name} at {self.url}"
         yield f"  model      {self._model()}"
         if self.card.weights:
             yield f"  weights    {self.card.weights}"
+        yield from (f"  note       {note}" for note in self.card.notes)
         yield f"  KV cache   {self._kv_cache()}"
         yield f"  replicas   {self._replicas()}"
         if self.jobs_state not in (None, "ok"):
             yield f"  jobs       {self.jobs_state}: files, batches and jobs are refused; the log says why"
+        shared = left_data_dir(self.config)
+        if shared is not None:
+            yield f"  data       {self.config.data_dir}, since another server has used {shared}"
         yield f"  dashboard  {self.cluster.dashboard_url}, which asks for the token in {self.cluster.token_path}"
         yield f"  ray        . {self.cluster.environment_path}, then `ray status`, `serve status`"
         yield f"  log        {self.log_path}"

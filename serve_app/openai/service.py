@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from replicas.errors import ServingError
 from replicas.grammar import GrammarCompiler
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
+from replicas.tokenizer_files import vocab_size_of
 from router.dispatch import Dispatcher
 from router.timeline import Timeline
 from router.types import Headroom
@@ -36,6 +37,7 @@ from serve_app.openai.request.validation import (
     RequestLimits,
     chat_requests,
     check_echo,
+    check_tokens,
     completion_requests,
     refuse_unusable_prompts,
     truncation_of,
@@ -123,7 +125,7 @@ class ModelText:
         `tool_call_parser` names the family of its chat template; None: it is found.
         """
         tokenizer = PromptTokenizer.load(model, workers, tool_call_parser)
-        return cls(tokenizer, GrammarChecker(GrammarCompiler(tokenizer.fast)))
+        return cls(tokenizer, GrammarChecker(GrammarCompiler(tokenizer.fast, vocab_size_of(model))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,7 @@ class CompletionService:
         if make_parser is not None and self._tokenizer.marker_token_ids:
             visible = self._tokenizer.marker_token_ids
             requests = tuple(_with_params(each, visible_special_token_ids=visible) for each in requests)
+        check_tokens(requests, card, "messages", self._tokenizer.token_of)
         reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser)
         progress = Progress([len(prompt.token_ids)], body.n)
         timelines = self._timelines(caller, requests)
@@ -268,6 +271,7 @@ class CompletionService:
         caller = replace(caller, request_id=f"cmpl-{caller.request_id}")
         requests = completion_requests(body, prompts, caller, card, self._rng, self._cache_salt(body, caller))
         requests = await self._constrained(body, requests, grammar, owner)
+        check_tokens(requests, card, "prompt", self._tokenizer.token_of)
         if body.echo:
             prompts = [await self._with_text(prompt, owner) for prompt in prompts]
         head = self._head(caller, card, requests)

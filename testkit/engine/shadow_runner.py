@@ -267,6 +267,7 @@ class World:
 def config(**changes: object) -> EngineConfig:
     values: dict[str, object] = {
         "num_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32,
+        "vocab_size": 4096,
     }  # fmt: skip
     return EngineConfig(**{**values, **changes})  # type: ignore[arg-type]
 

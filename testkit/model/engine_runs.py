@@ -87,10 +87,12 @@ def build_engine(
     is_ahead: bool = False,
     counts_on_device: bool = False,
     cache_dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
 ) -> Engine:
     """Return an engine, with async scheduling if `is_ahead`; given `planned` attention, small steps have fixed sizes.
 
-    If `counts_on_device`, penalties apply as on a GPU. `cache_dtype` is that of the KV cache; None: the model's.
+    If `counts_on_device`, penalties apply as on a GPU. `cache_dtype` is that of the KV cache, `vocab_size` the number
+    of tokens that the engine accepts; None: the model's.
     """
     sizes = sizes or Sizes()
     cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, cache_dtype or loaded.dtype, loaded.device)
@@ -102,6 +104,7 @@ def build_engine(
         block_size=sizes.block_size,
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
+        vocab_size=vocab_size or loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         async_scheduling=is_ahead,
         counts_on_device=counts_on_device,

@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
-from serve_app.cli.private_cluster import SERVE_ENVIRONMENT, free_port, private_ray_environment
+from serve_app.cli.private_cluster import SERVE_ENVIRONMENT, private_ray_environment
 from serve_app.config import HeadwayConfig
+from testkit.engine.faulty_runner import FaultyRunner
+from testkit.free_port import free_port
 from testkit.serving.served import Served, end_processes, running, wait_for
 from testkit.serving.streams import Clients, Stream
 
@@ -147,12 +149,13 @@ def serving(home: Path, environment: Mapping[str, str] | None = None, **fields: 
 
 @dataclass(frozen=True, slots=True)
 class LoadOnCpu:
-    """Backend loader for the real model on CPU, even on a raylet with a fake GPU."""
+    """Backend loader for the real model on CPU, even on a raylet with a fake GPU. Its device may fail (FaultyRunner)."""
 
     def __call__(self, options: ReplicaOptions) -> Backend:
         from replicas.model_replica import load_torch_backend
 
-        return load_torch_backend(replace(options, model=replace(options.model, device="cpu")))
+        backend = load_torch_backend(replace(options, model=replace(options.model, device="cpu")))
+        return replace(backend, runner=FaultyRunner(backend.runner))
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import threading
 from pathlib import Path
@@ -215,6 +216,23 @@ def test_the_end_tokens_may_be_missing_or_unknown() -> None:
     assert 2 in allowed(constraint) and 0 not in allowed(constraint)
     compiler = GrammarCompiler(DEMO, len(DEMO) - 50)
     compiler.check(OBJECT, "field")
+
+
+def test_no_output_has_a_token_that_the_model_lacks() -> None:
+    """Text that an added token would write is written with the model's own tokens, or has no grammar."""
+    tokenizer = copy.deepcopy(DEMO)
+    num_logits = len(tokenizer)
+    tokenizer.add_tokens(["<extra>"])
+    assert tokenizer.encode("<extra>", add_special_tokens=False) == [num_logits]
+    constraint = GrammarCompiler(tokenizer, num_logits).constraint_of(request(choice_grammar(["a<extra>b"])))
+    text = ""
+    while not constraint.is_complete:
+        forced = constraint.forced_token_id()
+        token_id = allowed(constraint, num_logits)[0] if forced is None else forced
+        assert token_id < num_logits
+        constraint.accept(token_id)
+        text += tokenizer.decode([token_id])
+    assert text == "a<extra>b"
 
 
 @pytest.mark.parametrize("seed", range(3))

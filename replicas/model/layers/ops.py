@@ -42,6 +42,9 @@ class RotaryCosSin:
 class LayerOps(Protocol):
     """Operations on tensors of one dtype on one device."""
 
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Return the rows of `table` [vocab_size, size] for `token_ids` [num_tokens] int64; NaN for an id outside."""
+
     def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         """Add `update` to `residual` [num_tokens, size] in place, and return the normalised sum."""
 
@@ -54,6 +57,11 @@ class LayerOps(Protocol):
 
 class TorchLayerOps:
     """`LayerOps` in plain torch."""
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """See `LayerOps`."""
+        known = token_ids.clamp(0, len(table) - 1)
+        return with_unknown_as_nan(functional.embedding(known, table), token_ids == known)
 
     def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         """See `LayerOps`."""
@@ -79,8 +87,17 @@ class TorchLayerOps:
         return functional.silu(gate).mul_(up)
 
 
+def with_unknown_as_nan(embeddings: Tensor, is_known: Tensor) -> Tensor:
+    """Return `embeddings` [..., size] with NaN in the rows where `is_known` [...] is false."""
+    return embeddings.masked_fill(~is_known[..., None], torch.nan)
+
+
 class CppLayerOps:
     """`LayerOps` in the compiled kernels, which must be loaded."""
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """See `LayerOps`."""
+        return TorchLayerOps().embed(token_ids, table)
 
     def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         """See `LayerOps`."""

@@ -37,6 +37,22 @@ def add_and_normalize_kernel(
 
 
 @triton.jit
+def embed_kernel(token_ids, table, output, num_rows, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Copy columns `program_id(1)` * TILE and on of row `token_ids[program_id(0)]` of `table` [num_rows, SIZE].
+
+    An id outside the table gets NaN, and nothing is read for it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_column = columns < SIZE
+    token_id = tl.load(token_ids + row)
+    is_known = (token_id >= 0) & (token_id < num_rows)
+    source = tl.where(is_known, token_id, 0) * SIZE
+    numbers = tl.load(table + source + columns, mask=is_column & is_known, other=float("nan"))
+    tl.store(output + row * SIZE + columns, numbers, mask=is_column)
+
+
+@triton.jit
 def rotary_embedding_kernel(
     rows,
     cos,

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from replicas.model.hardware.selfcheck import find_fault, relative_error
 from replicas.model.layers.ops import HeadLayout, LayerOps, Norm, RotaryCosSin, TorchLayerOps
-from replicas.model.layers.triton_kernels import add_and_normalize_kernel, rotary_embedding_kernel, silu_and_mul_kernel
+from replicas.model.layers.triton_kernels import (
+    add_and_normalize_kernel,
+    embed_kernel,
+    rotary_embedding_kernel,
+    silu_and_mul_kernel,
+)
 
 # Numbers that one program computes.
 _TILE_NUMBERS = 1024
@@ -20,6 +25,16 @@ _EXACT = TorchLayerOps()
 
 class TritonLayerOps:
     """`LayerOps` in Triton's kernels, for contiguous tensors."""
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """See `LayerOps`."""
+        assert token_ids.is_contiguous() and table.is_contiguous()
+        size = table.shape[1]
+        output = table.new_empty(len(token_ids), size)
+        if len(token_ids):
+            grid = (len(token_ids), triton.cdiv(size, _TILE_NUMBERS))
+            embed_kernel[grid](token_ids, table, output, len(table), SIZE=size, TILE=_TILE_NUMBERS)
+        return output
 
     def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         """See `LayerOps`."""
@@ -92,6 +107,10 @@ def _errors(ops: LayerOps, dtype: torch.dtype, device: torch.device) -> Iterator
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
+    table, token_ids = draw(7, 1100), torch.tensor([6, 0, 7, -1, 3], device=device)
+    found, expected = ops.embed(token_ids, table), _EXACT.embed(token_ids, table)
+    is_same = torch.equal(found.nan_to_num(), expected.nan_to_num()) and torch.equal(found.isnan(), expected.isnan())
+    yield "embed", 0.0 if is_same else torch.inf
     norm = Norm(draw(96), 1e-5)
     residual, update = draw(5, 96), draw(5, 96)
     sums = (residual.float() + update.float()).to(dtype).float()

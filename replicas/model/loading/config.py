@@ -25,7 +25,16 @@ def read_config(model: str) -> PretrainedConfig:
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise ModelLoadError(f"cannot read the config of model {model!r}: {reason}") from error
     _refuse(config)
+    _forget_unknown_padding(config)
     return config
+
+
+def _forget_unknown_padding(config: PretrainedConfig) -> None:
+    """Remove a padding token that the model has no row for: a flat batch has no padding, and torch refuses the id."""
+    for part in (config, config.get_text_config(decoder=True)):
+        padding, vocab_size = getattr(part, "pad_token_id", None), getattr(part, "vocab_size", None)
+        if padding is not None and vocab_size is not None and not 0 <= padding < vocab_size:
+            part.pad_token_id = None
 
 
 def _refuse(config: PretrainedConfig) -> None:

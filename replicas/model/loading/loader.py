@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ from replicas.model.attention.probe import dry_forward, probe_attention
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
+from replicas.model.layers.embedding import guard_embedding
 from replicas.model.layers.fused_decoder import can_fuse
+from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model
 from replicas.model.loading.config import read_config
 from replicas.model.loading.options import ModelOptions
@@ -36,6 +39,8 @@ LENGTH_DEPENDENT_ENCODINGS = ("dynamic", "longrope")
 _PRODUCTS = frozenset(("linear", "mm", "addmm", "bmm", "baddbmm", "mv", "_grouped_mm", "_linear_pointwise"))
 """Products of torch, and of oneDNN through it."""
 
+_MAX_SHOWN_TOKENS = 5
+"""Most tokens that one note names."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 
 
@@ -62,6 +67,8 @@ class LoadedModel:
     """Format of the weights in the checkpoint and in memory, for people; empty: not known."""
     is_batch_invariant: bool = False
     """True if the model computes with `BatchInvariantOps`, which need Triton."""
+    notes: tuple[str, ...] = ()
+    """Faults of the checkpoint with which it is served all the same, a sentence each."""
 
     def ops(self) -> AbstractContextManager[object]:
         """Return the context in which the model's operations are those that it was loaded for."""
@@ -122,6 +129,8 @@ def load_model(options: ModelOptions) -> LoadedModel:
     port = AttentionPort(model)
     layers = probe_attention(model, port)
     _optimize(model, port, layers, options, has_kernels)
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    eos_token_ids = _eos_token_ids(model)
     is_batch_invariant = options.batch_invariant and _check_batch_invariance(model, port, layers, has_kernels)
     return LoadedModel(
         model_id=options.path,
@@ -130,13 +139,14 @@ def load_model(options: ModelOptions) -> LoadedModel:
         layers=layers,
         tokenizer=tokenizer,
         max_model_len=max_model_len,
-        vocab_size=config.get_text_config(decoder=True).vocab_size,
-        eos_token_ids=_eos_token_ids(model),
+        vocab_size=vocab_size,
+        eos_token_ids=frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size),
         dtype=dtype,
         device=device,
         has_kernels=has_kernels,
         weights=weights.description,
         is_batch_invariant=is_batch_invariant,
+        notes=(*_tokenizer_notes(tokenizer, vocab_size), *_eos_notes(eos_token_ids, vocab_size)),
     )
 
 
@@ -172,8 +182,14 @@ def _optimize(
     if options.quantization != "none":
         raise ModelLoadError(f"quantization is {options.quantization!r}, but the device is {device}, not a CPU")
     is_compiled = options.compile_layers and not can_fuse(model) and compile_layers(model, port)
-    if device.type == "cuda" and not is_compiled:
-        optimize_model(model, port, layers, cuda_modules(dtype, device, batch_invariant=options.batch_invariant))
+    if device.type != "cuda":
+        return
+    if is_compiled:
+        guard_embedding(model, TorchLayerOps())
+        return
+    modules = cuda_modules(dtype, device, batch_invariant=options.batch_invariant)
+    guard_embedding(model, modules.ops)
+    optimize_model(model, port, layers, modules)
 
 
 class _TorchProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -247,6 +263,24 @@ def tokenizer_of(model: str) -> PreTrainedTokenizerFast | None:
         return load_tokenizer(model)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"cannot load the tokenizer of model {model!r}: {error}") from error
+
+
+def _tokenizer_notes(tokenizer: PreTrainedTokenizerFast | None, vocab_size: int) -> Iterator[str]:
+    """Yield a note if the tokenizer has tokens that the model has no row for."""
+    known = {} if tokenizer is None else tokenizer.get_vocab()
+    unknown = sorted((token_id, token) for token, token_id in known.items() if token_id >= vocab_size)
+    if unknown:
+        shown = ", ".join(f"`{token}` ({token_id})" for token_id, token in unknown[:_MAX_SHOWN_TOKENS])
+        more = f" and {len(unknown) - _MAX_SHOWN_TOKENS} more" if len(unknown) > _MAX_SHOWN_TOKENS else ""
+        yield f"the model has {vocab_size} tokens; its tokenizer also has {shown}{more}: texts with them are refused"
+
+
+def _eos_notes(eos_token_ids: frozenset[int], vocab_size: int) -> Iterator[str]:
+    """Yield a note if tokens that end a sequence are not in the vocabulary."""
+    unknown = sorted(token_id for token_id in eos_token_ids if not 0 <= token_id < vocab_size)
+    if unknown:
+        listed = ", ".join(map(str, unknown))
+        yield f"the model has {vocab_size} tokens; its eos_token_id also names {listed}, which it never generates"
 
 
 def choose_max_model_len(config: PretrainedConfig, asked: int | None) -> int:

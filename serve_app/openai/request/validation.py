@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from replicas.errors import InvalidRequest, UnknownModel
 from replicas.protocol import GenerateRequest, LogitBias, ModelCard, SamplingParams
 from replicas.settings import check_bounds, setting
+from replicas.token_ids import PROMPT, UnknownToken, first_outside, unknown_token
 from serve_app.errors import shortened
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import MIN_INT64, ChatBody, CompletionBody, EncodedPrompt, GenerationBody, Prompt
@@ -146,16 +147,13 @@ def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard, keeps_en
     """Refuse invalid prompts as far as this needs no tokenizer. With `keeps_end` a long prompt is truncated later.
 
     Raises:
-        InvalidRequest: a prompt is empty, or its token ids are too many or not in the vocabulary.
+        InvalidRequest: a prompt is empty, or its token ids are too many.
     """
     for prompt in prompts:
         if not prompt:
             raise InvalidRequest("`prompt` is empty; it must have at least one token", "prompt")
         if not (isinstance(prompt, str) or keeps_end) and len(prompt) > card.max_model_len:
             raise prompt_too_long(len(prompt), card.max_model_len, "prompt")
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            check_token_ids("prompt", prompt, card.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,15 +260,27 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
     Raises:
         InvalidRequest: naming the field and the first such id.
     """
-    if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        return  # min and max loop in C: the check runs in the event loop and there may be millions of ids
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"`{name}` has the token id {shortened(token_id)}, which is out of vocabulary: "
-                f"the model has {vocab_size} tokens, from 0",
-                name,
-            )
+    token_id = first_outside(token_ids, vocab_size)
+    if token_id is not None:
+        raise UnknownToken(name, token_id).error(vocab_size)
+
+
+def check_tokens(
+    requests: Sequence[GenerateRequest], card: ModelCard, prompt_field: str, text_of: Callable[[int], str | None]
+) -> None:
+    """Refuse requests with a token id that the model has no row for, whether the client or the tokenizer chose it.
+
+    `prompt_field` is the client's name of the prompt, `text_of` gives a token's text.
+
+    Raises:
+        InvalidRequest: naming the field, the token and the limit.
+    """
+    for request in requests:
+        unknown = unknown_token(request, card.vocab_size)
+        if unknown is not None:
+            field = prompt_field if unknown.field == PROMPT else unknown.field
+            text = text_of(unknown.token_id) if unknown.token_id >= card.vocab_size else None
+            raise unknown.error(card.vocab_size, field, text and shortened(text))
 
 
 def prompt_too_long(num_tokens: int, max_model_len: int, param: str, at_least: bool = False) -> InvalidRequest:
@@ -288,8 +298,6 @@ def _sampling_params(
     if body.min_tokens > max_tokens:
         message = f"`min_tokens` is {body.min_tokens}; at most {max_tokens} tokens can be generated"
         raise InvalidRequest(message, "min_tokens")
-    check_token_ids("stop_token_ids", body.stop_token_ids, card.vocab_size)
-    check_token_ids("allowed_token_ids", body.allowed_token_ids, card.vocab_size)
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=body.temperature,
@@ -303,7 +311,7 @@ def _sampling_params(
         stop=tuple(body.stop),
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
-        logit_bias=_logit_bias(body, card),
+        logit_bias=_logit_bias(body),
         allowed_token_ids=tuple(body.allowed_token_ids),
         skip_special_tokens=body.skip_special_tokens,
         logprobs=logprobs,
@@ -311,12 +319,11 @@ def _sampling_params(
     )
 
 
-def _logit_bias(body: GenerationBody, card: ModelCard) -> tuple[LogitBias, ...]:
+def _logit_bias(body: GenerationBody) -> tuple[LogitBias, ...]:
     biases = []
     for key, bias in body.logit_bias.items():
         if not _TOKEN_ID.fullmatch(key):
             raise InvalidRequest(f"`logit_bias` has the key `{shortened(key)}`; keys are token ids", "logit_bias")
-        check_token_ids("logit_bias", [int(key)], card.vocab_size)
         biases.append(LogitBias(int(key), bias))
     return tuple(biases)
 

@@ -11,7 +11,7 @@ from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
 from replicas.errors import InvalidRequest
-from replicas.tokenizer_files import load_tokenizer
+from replicas.tokenizer_files import load_tokenizer, vocab_size_of
 from serve_app.errors import shortened
 from serve_app.openai.request.conversation import NO_MESSAGES, MessageList
 from serve_app.openai.request.schema import ChatBody, EncodedPrompt, Prompt, TokenizeBody
@@ -99,10 +99,13 @@ class PromptEncoder:
         self._tool_call_parser = tool_call_parser
         self._max_token_chars = max(map(len, backend.get_vocab()))
         self._knows_developer = "developer" in str(tokenizer.chat_template)
+        vocab_size = vocab_size_of(name)
         self.added = {
-            token.content: (token_id, token.special) for token_id, token in tokenizer.added_tokens_decoder.items()
+            token.content: (token_id, token.special)
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if vocab_size is None or token_id < vocab_size
         }
-        """Ids of the added tokens, and which of them are special."""
+        """Ids of the added tokens that the model can generate, and which of them are special."""
         self.family = self._family_of(tool_call_parser, self.added)
         """Family of the chat template: the form of calls and reasoning."""
 

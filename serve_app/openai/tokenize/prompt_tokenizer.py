@@ -19,6 +19,8 @@ from serve_app.openai.tools.shapes.shape import marker_of, special_token_ids
 
 _LONG_PROMPT_BYTES = 2**10
 """Size from which a prompt is tokenized in a thread. For a shorter one the way there and back would cost as much."""
+_MAX_TOKEN_IDS = 2**32
+"""The tokenizer has smaller ids only."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -114,6 +116,10 @@ class PromptTokenizer:
             owner,
             len(token_ids),
         )
+
+    def token_of(self, token_id: int) -> str | None:
+        """Return the token as the vocabulary spells it; None: the tokenizer does not know the id."""
+        return self._tokenizer.id_to_token(token_id) if token_id < _MAX_TOKEN_IDS else None
 
     def info(self) -> dict[str, Any]:
         """Return the facts about the tokenizer that clients may need."""

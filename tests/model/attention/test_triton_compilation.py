@@ -20,7 +20,12 @@ from replicas.model.attention.triton_kernels import (
     plan_kernel,
     write_kernel,
 )
-from replicas.model.layers.triton_kernels import add_and_normalize_kernel, rotary_embedding_kernel, silu_and_mul_kernel
+from replicas.model.layers.triton_kernels import (
+    add_and_normalize_kernel,
+    embed_kernel,
+    rotary_embedding_kernel,
+    silu_and_mul_kernel,
+)
 
 not_interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted in this process"
@@ -54,6 +59,7 @@ _POINTERS = {
     "slots": "*i64",
     "order": "*i64",
     "starts": "*i64",
+    "token_ids": "*i64",
 }
 
 
@@ -156,3 +162,5 @@ def test_the_kernels_of_a_layers_small_operations_compile(shape: LayerShape) -> 
         assert compiled(add_and_normalize_kernel, shape, 90, normalize, num_warps=8).asm["ptx"]
         assert compiled(rotary_embedding_kernel, shape, 90, {**heads, "HAS_NORMS": is_special}).asm["ptx"]
     assert compiled(silu_and_mul_kernel, shape, 90, {"SIZE": 14336, "TILE": 1024}).asm["ptx"]
+    embed = compiled(embed_kernel, shape, 90, {"SIZE": 4096, "TILE": 1024}).asm["ptx"]
+    assert "ld.global.v4" in embed and "st.global.v4" in embed

@@ -131,7 +131,8 @@ def engine_of(runner: TorchModelRunner, limits: EngineLimits) -> Engine:
     config = EngineConfig(
         num_blocks=runner.num_blocks, max_model_len=runner.max_model_len, block_size=limits.block_size,
         max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
-        eos_token_ids=frozenset(), async_scheduling=True, counts_on_device=runner.counts_tokens,
+        vocab_size=runner.vocab_size, eos_token_ids=frozenset(), async_scheduling=True,
+        counts_on_device=runner.counts_tokens,
     )  # fmt: skip
     return Engine(config, runner, lambda _: SilentDecoder(), ReplicaIdentity("replica", "node", 1))
 

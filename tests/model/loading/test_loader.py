@@ -27,6 +27,7 @@ from testkit.model.engine_runs import random_model
 from testkit.model.tiny_checkpoints import (
     ARCHITECTURES,
     REFUSED,
+    VOCAB_SIZE,
     tiny_tokenizer,
     write_checkpoint,
     write_refused_checkpoint,
@@ -69,6 +70,25 @@ def test_generation_config_decides_the_end_tokens(tmp_path: Path, eos: int | lis
     assert load_model(ModelOptions(str(path))).eos_token_ids == ({2, 7} if isinstance(eos, list) else {2})
     (path / "generation_config.json").unlink()
     assert load_model(ModelOptions(str(path))).eos_token_ids == {5}
+
+
+def test_tokens_that_the_model_lacks_are_noted(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    assert load_model(ModelOptions(str(tmp_path))).notes == ()
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer["added_tokens"] += [
+        {"id": token_id, "content": f"<extra-{token_id}>", **added}
+        for token_id in range(len(tiny_tokenizer()), VOCAB_SIZE + 6)
+    ]
+    edit_json(tmp_path / "tokenizer.json", added_tokens=tokenizer["added_tokens"])
+    edit_json(tmp_path / "config.json", pad_token_id=VOCAB_SIZE, eos_token_id=[2, VOCAB_SIZE + 1, -1])
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    loaded = load_model(ModelOptions(str(tmp_path)))
+    of_tokenizer, of_eos = loaded.notes
+    assert f"the model has {VOCAB_SIZE} tokens" in of_tokenizer
+    assert f"`<extra-{VOCAB_SIZE + 4}>` ({VOCAB_SIZE + 4}) and 1 more" in of_tokenizer
+    assert f"-1, {VOCAB_SIZE + 1}" in of_eos and loaded.eos_token_ids == {2}
 
 
 def test_directory_without_tokenizer_has_none(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """One application for all tests of this folder: two ingresses on the head, two model replicas, each on a raylet."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from testkit.engine.faulty_runner import FAULTS_VARIABLE
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.otlp_receiver import OtlpReceiver, otlp_receiver
 from testkit.serving.raylets import Raylets, serving
@@ -42,11 +44,18 @@ def traces() -> Iterator[OtlpReceiver]:
 
 
 @pytest.fixture(scope="package")
-def application(tmp_path_factory: pytest.TempPathFactory, traces: OtlpReceiver) -> Iterator[Raylets]:
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder in which a file named by a replica's process breaks its device."""
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="package")
+def application(tmp_path_factory: pytest.TempPathFactory, traces: OtlpReceiver, faults: Path) -> Iterator[Raylets]:
     checkpoint = tmp_path_factory.mktemp("checkpoints") / MODEL_NAME
     checkpoint.mkdir()
     with serving(
         tmp_path_factory.mktemp("home"),
+        {FAULTS_VARIABLE: str(faults)},
         model=write_checkpoint(checkpoint, max_position_embeddings=32768),
         dtype="float32",
         num_replicas=NUM_REPLICAS,

@@ -308,6 +308,16 @@ async def test_sequence_whose_text_cannot_be_decoded_fails_alone() -> None:
     assert isinstance(never[-1].error, SequenceFailed)
 
 
+async def test_a_request_that_is_not_valid_after_all_fails_alone() -> None:
+    async with running() as engine:
+        ids: Any = (1, None, "3")
+        invalid = replace(request("bad"), prompt_token_ids=ids)
+        bad, good = await asyncio.gather(collect(engine, invalid), collect(engine, request("good")))
+        assert isinstance(bad[-1].error, SequenceFailed)
+        assert token_ids(good) == continuation((1, 2, 3), 4)
+        engine.check_alive()
+
+
 async def test_death_of_the_engine_answers_every_waiting_request() -> None:
     async with gated(config(max_num_seqs=2)) as (engine, runner):
         streams = [asyncio.create_task(collect(engine, request(f"r{n}", max_tokens=9))) for n in range(5)]

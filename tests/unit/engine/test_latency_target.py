@@ -19,7 +19,12 @@ CPU = StepTimes(base_s=19e-3, per_decode_s=0.85e-3, per_prefill_token_s=0.8e-3)
 
 def engine_config(target_itl_ms: float | None = TARGET_MS) -> EngineConfig:
     return EngineConfig(
-        num_blocks=4096, max_model_len=2048, max_num_seqs=64, target_itl_ms=target_itl_ms, max_queued_requests=100_000
+        num_blocks=4096,
+        max_model_len=2048,
+        max_num_seqs=64,
+        target_itl_ms=target_itl_ms,
+        max_queued_requests=100_000,
+        vocab_size=4096,
     )
 
 
