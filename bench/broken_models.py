@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from bench.record import write
-from serve_app.cli.private_cluster import free_port
+from testkit.free_port import free_port
 from testkit.model.broken_checkpoints import DAMAGES, Damage
 from testkit.model.tiny_checkpoints import write_checkpoint
 

@@ -28,8 +28,8 @@ from replicas.engine.config import EngineLimits
 from replicas.model.hardware.process_memory import own_bytes
 from replicas.model.loading.memory import ReplicaMemory, replica_memory
 from replicas.model.loading.options import ModelOptions, RunnerOptions
-from serve_app.cli.private_cluster import free_port
 from serve_app.models.torch_process import run_module
+from testkit.free_port import free_port
 from testkit.limits import LIMIT_S
 from testkit.model.tiny_checkpoints import tiny_tokenizer
 from testkit.serving.served import ROOT, Served, clean_environment, serving, wait_for

@@ -20,7 +20,9 @@ from typing import get_type_hints
 
 import httpx
 
-from serve_app.cli.private_cluster import free_port, private_cluster
+from serve_app.cli.ports import LOOPBACK, Address
+from serve_app.cli.private_cluster import private_cluster
+from testkit.free_port import free_port
 from testkit.serving.served import ROOT, Served, answers, running, wait_for
 
 TIMED = "bench.timed_app:build"
@@ -53,9 +55,10 @@ def main() -> None:
     parser.add_argument("--throughput", action="store_true", help="HAProxy in front and Serve's throughput flags")
     parser.add_argument("arguments", nargs="*", metavar="key=value")
     options = parser.parse_args()
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    address = Address(LOOPBACK, free_port(LOOPBACK))
+    url = f"http://{address}"
     fields = dict(argument.split("=", 1) for argument in options.arguments)
-    with private_cluster(os.cpu_count() or 1, options.throughput) as cluster:
+    with private_cluster(os.cpu_count() or 1, address if options.throughput else None) as cluster:
         from ray import serve
 
         try:

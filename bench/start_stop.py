@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import psutil
 
 from bench.record import write
-from serve_app.cli.private_cluster import free_port
+from testkit.free_port import free_port
 from testkit.limits import START_LIMIT_S
 from testkit.serving.served import answers, end_processes, wait_for
 

@@ -26,8 +26,8 @@ import httpx
 
 from bench.jobs.client import BatchClient, is_final, num_done
 from bench.routing.report import Bar, Options, read_options, report
-from serve_app.cli.private_cluster import free_port
 from serve_app.config import DEMO_MODEL_NAME
+from testkit.free_port import free_port
 from testkit.json_schemas import fault_of
 from testkit.serving.served import Served, serving, wait_for
 

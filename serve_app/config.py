@@ -193,7 +193,9 @@ class HeadwayConfig(_SettingsOfParts):
     """Seconds between two polls of every model replica's load by an ingress."""
 
     data_dir: str = Field(default="~/.headway", validate_default=True)
-    """Directory for the jobs' database, files and webhook secret, unless the next three fields say otherwise."""
+    """Directory for the jobs' database, files and webhook secret, unless the next three fields say otherwise. If it and
+    `database_url` are not given, `headway serve` uses one in `~/.headway/servers` while another server has the default
+    one."""
     database_url: str | None = None
     """Database of jobs: `postgresql+psycopg://...` or `sqlite:///path`. None: a SQLite database in `data_dir`. Several
     applications may share one."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.chaos.load import Load, longest_gap_s
 from bench.chaos.receivers import Receivers
-from serve_app.cli.private_cluster import free_port
+from testkit.free_port import free_port
 from testkit.limits import LIMIT_S
 from testkit.serving.served import Served, serving, wait_for
 

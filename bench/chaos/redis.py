@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from serve_app.cli.private_cluster import free_port
+from testkit.free_port import free_port
 from testkit.serving.served import wait_for
 
 _HOST, _END_LIMIT_S = "127.0.0.1", 10.0

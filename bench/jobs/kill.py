@@ -30,8 +30,8 @@ from bench.jobs.client import BatchClient, is_final, num_done, write_lines
 from bench.jobs.submitter import PERIOD_S, RETRY_LIMIT_S, Receiver, ended_job, receiving, submitting, with_retries
 from bench.load.spec import Burst, Lengths, Stream
 from bench.routing.report import Bar, option_parser, options_of, report
-from serve_app.cli.private_cluster import free_port
 from serve_app.config import DEMO_MODEL_NAME
+from testkit.free_port import free_port
 from testkit.jobs.postgresql import NOT_INSTALLED, find_binaries, postgresql
 from testkit.serving.served import serving, wait_for
 

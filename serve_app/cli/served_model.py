@@ -17,6 +17,7 @@ from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnava
 from serve_app.models.gguf import local_checkpoint
 from serve_app.models.progress import working
 from serve_app.models.torch_process import run_module
+from serve_app.models.whole_files import write_whole
 
 _CHECK_LIMIT_S = 60.0
 _CHECKS = Path("~/.cache/headway/checked-models")
@@ -102,7 +103,7 @@ def _check_architecture(directory: str) -> int | None:
         measured = run_module("replicas.model.loading.check_model", directory, limit_s=_CHECK_LIMIT_S)
     with contextlib.suppress(OSError):  # the next start then checks again
         passed.parent.mkdir(parents=True, exist_ok=True)
-        passed.write_text(measured)
+        write_whole(passed, measured)
     return _number(measured)
 
 

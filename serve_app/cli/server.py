@@ -18,6 +18,7 @@ from typing import TextIO
 
 from serve_app.cli import application
 from serve_app.cli.access_lines import AccessLines, LogFormat
+from serve_app.cli.ports import LOOPBACK, Address
 from serve_app.cli.private_cluster import PrivateCluster, private_cluster
 from serve_app.cli.serve_log import Tail, Terminal, output_to
 from serve_app.cli.start_report import Report, Steps, step_of
@@ -34,8 +35,7 @@ _POLL_PERIOD_S = 0.25
 class Front:
     """Place at which a server listens, the key that it asks for, and its lines on the terminal."""
 
-    host: str
-    port: int
+    address: Address
     max_connections_per_address: int
     is_throughput_profile: bool
     api_key: str | None
@@ -45,8 +45,18 @@ class Front:
     @property
     def url(self) -> str:
         """URL at which this machine reaches the server."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.address.host, self.address.host)
+        return f"http://{Address(host, self.address.port)}"
+
+    @property
+    def haproxy_address(self) -> Address | None:
+        """Address at which HAProxy listens; None: there is no HAProxy."""
+        return self.address if self.is_throughput_profile else None
+
+    @property
+    def serve_address(self) -> Address:
+        """Address of Serve's own HTTP proxies, which nobody but HAProxy calls where it is in front."""
+        return Address(LOOPBACK, self.address.port) if self.is_throughput_profile else self.address
 
 
 class _Stopped(BaseException):
@@ -98,7 +108,7 @@ class Server:
             self._heed_signals()
             steps.begin(f"Starting {self._config.model_name}: Ray ...")
             cluster = stack.enter_context(
-                private_cluster(num_cpus, front.is_throughput_profile, front.max_connections_per_address)
+                private_cluster(num_cpus, front.haproxy_address, front.max_connections_per_address)
             )
             self._heed_signals()  # ray.init has replaced the handlers
             self._check_for_stop()
@@ -110,7 +120,7 @@ class Server:
                 stack.enter_context(contextlib.closing(access))
                 config = config.model_copy(update={"access_log_socket": str(socket_path)})
             steps.begin(f"Starting {config.model_name}: replicas ...")
-            application.deploy(config, self._front.host, self._front.port)
+            application.deploy(config, front.serve_address)
             log = Tail(self._log_path)
             application.wait_until_ready(self._front.url, lambda: self._pause_in_start(steps, log))
             steps.close()

@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from replicas.clock import Clock
 from router.scaling.ingress_load import INGRESS_LOAD, IngressLoadMeter
 from serve_app.config import HeadwayConfig
+from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import (
     MakeFlow,
     Routing,
@@ -45,6 +46,7 @@ class Ingress:
         self, config: HeadwayConfig, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
+        listen_on_loopback()
         return_freed_memory()
         config = await asyncio.to_thread(with_local_model, config)
         self._config = config

@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from replicas.clock import Clock
 from replicas.protocol import Metric
 from serve_app.config import HeadwayConfig
+from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import (
     MakeFlow,
     Routing,
@@ -47,6 +48,7 @@ class Jobs:
         self, config: HeadwayConfig, model: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
+        listen_on_loopback()
         config = await asyncio.to_thread(with_local_model, config)
         # The threads that check files and write to the database compute for long stretches. With Python's default of
         # 5 ms the event loop, which answers submissions, would wait that long for the GIL each time.

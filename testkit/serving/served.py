@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 import psutil
 
-from serve_app.cli.private_cluster import free_port
+from testkit.free_port import free_port
 from testkit.limits import LIMIT_S, START_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,10 +138,11 @@ class Served:
         return response.json()
 
 
-def start(home: Path, *variables: str) -> subprocess.Popen[bytes]:
-    """Start `make serve` with variables such as `PORT=...`."""
+def start(home: Path, *variables: str, user_home: Path | None = None) -> subprocess.Popen[bytes]:
+    """Start `make serve` with variables such as `PORT=...`; `user_home` as in `serving`."""
     command = ["make", "--no-print-directory", "serve", *variables]
-    return _start(command, home, stdin=subprocess.DEVNULL, preexec_fn=_heed_interrupts)
+    environment = clean_environment(user_home or home)
+    return _start(command, home, environment=environment, stdin=subprocess.DEVNULL, preexec_fn=_heed_interrupts)
 
 
 def stop(process: subprocess.Popen[bytes], signum: signal.Signals = signal.SIGTERM) -> None:
@@ -152,10 +153,13 @@ def stop(process: subprocess.Popen[bytes], signum: signal.Signals = signal.SIGTE
 
 
 @contextlib.contextmanager
-def serving(home: Path, *variables: str, port: int | None = None, key: str | None = None) -> Iterator[Served]:
+def serving(
+    home: Path, *variables: str, port: int | None = None, key: str | None = None, user_home: Path | None = None
+) -> Iterator[Served]:
     """Run `make serve` and yield the application once it is ready; end all its processes afterwards.
 
-    `key`: an operator's API key, with which its state is read.
+    `key`: an operator's API key, with which its state is read. `user_home`: home folder of the user, who may have
+    several applications; None: `home`, where the output of this one is.
     """
     port = port or free_port("127.0.0.1")
 
@@ -168,7 +172,8 @@ def serving(home: Path, *variables: str, port: int | None = None, key: str | Non
         places = {"url": f"http://127.0.0.1:{port}", "dashboard_url": found[1]}
         return {**places, "token_path": environment["RAY_AUTH_TOKEN_PATH"], **environment}
 
-    with _served(start(home, f"PORT={port}", *variables), home, find_places, key) as served:
+    process = start(home, f"PORT={port}", *variables, user_home=user_home)
+    with _served(process, home, find_places, key) as served:
         yield served
 
 

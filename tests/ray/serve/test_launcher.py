@@ -11,14 +11,14 @@ import httpx
 import psutil
 import pytest
 
-from serve_app.cli.private_cluster import free_port
+from testkit.free_port import free_port
 from testkit.limits import LIMIT_S, START_LIMIT_S
 from testkit.serving.served import LOG, OUTPUT, ROOT, clean_environment, serving, start, stop
 
 _FAILING_OWNER = """
 from serve_app.cli.private_cluster import private_cluster
 
-with private_cluster(num_cpus=1, throughput_profile=False):
+with private_cluster(num_cpus=1):
     raise LookupError("the reason")
 """
 """Program whose error leaves a private cluster."""

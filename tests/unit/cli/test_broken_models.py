@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from serve_app.cli.main import app
-from serve_app.cli.private_cluster import free_port
+from testkit.free_port import free_port
 from testkit.model.broken_checkpoints import DAMAGES, Damage, pickle_weights
 from testkit.model.tiny_checkpoints import write_checkpoint
 

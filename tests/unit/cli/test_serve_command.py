@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from serve_app.cli.config_options import read_config, read_config_file, with_config_options
 from serve_app.cli.main import app
-from serve_app.cli.private_cluster import free_port
+from serve_app.cli.ports import Address, reserved
 from serve_app.cli.serve import is_loopback
 from serve_app.config import HeadwayConfig
+from testkit.free_port import free_port
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,16 @@ def test_a_taken_port_is_refused() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert f"cannot listen on 127.0.0.1:{port}" in error_of("--port", str(port))
+
+
+@pytest.mark.parametrize("profile", ["default", "throughput"])
+def test_the_port_of_a_server_that_starts_is_refused_in_one_line(profile: str) -> None:
+    address = Address("127.0.0.1", free_port("127.0.0.1"))
+    with reserved(address):
+        refused = CliRunner().invoke(app, ["serve", "--port", str(address.port), "--profile", profile])
+    assert refused.exit_code == 2
+    reason = "Address already in use; choose another port with --port (make: PORT=...)"
+    assert refused.stderr == f"error: cannot listen on {address}: {reason}\n"
 
 
 def error_of(*arguments: str) -> str:

@@ -14,11 +14,23 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_the_log_is_private_and_old_ones_go(tmp_path):
     folder = tmp_path / "logs"
-    paths = [new_log_file(folder, 8000 + number) for number in range(12)]
+    paths = []
+    for number in range(12):
+        with new_log_file(folder, 8000 + number) as path:
+            paths.append(path)
     assert len(list(folder.iterdir())) == 10
     assert not paths[0].exists() and paths[-1].exists()
     assert paths[-1].stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_log_of_a_running_server_stays_as_long_as_it_runs(tmp_path):
+    with new_log_file(tmp_path, 8000) as oldest:
+        for number in range(1, 12):
+            with new_log_file(tmp_path, 8000 + number):
+                assert oldest.exists()
+    with new_log_file(tmp_path, 8012):
+        assert not oldest.exists()
 
 
 def test_a_tail_gives_each_line_once_and_whole(tmp_path):
