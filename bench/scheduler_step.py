@@ -83,7 +83,7 @@ def _steps_ms(num_running: int, num_waiting: int, mean_output: int, num_steps: i
         max_num_batched_tokens=8 * num_running,
         max_queued_requests=10**6,
         max_queued_tokens=10**9,
-        vocab_size=65_536,
+        vocab_size=2**31,
     )
     engine = Engine(config, runner, decoders, IDENTITY)
     num_added, is_settled = 0, False

@@ -86,7 +86,7 @@ async def measure(num_clients: int, warm_up_s: float = WARM_UP_S, measured_s: fl
     clock = simulated_clock()
     config = EngineConfig(
         num_blocks=4096, max_model_len=4096, max_num_seqs=NUM_SLOTS, max_num_batched_tokens=BUDGET,
-        async_scheduling=True, vocab_size=4096,
+        async_scheduling=True, vocab_size=2**31,
     )  # fmt: skip
     replica, table, observer = SimulatedEngine(config, _STEP_TIMES, clock), LoadTable(clock), FakeObserver()
     limits = HeadwayConfig(max_num_seqs=NUM_SLOTS, api_key_file="keys.yaml").flow_limits()

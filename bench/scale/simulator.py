@@ -109,7 +109,7 @@ class World:
             max_num_seqs=self.num_slots,
             max_num_batched_tokens=max(512, 4 * self.num_slots),
             async_scheduling=True,
-            vocab_size=4096,
+            vocab_size=2**31,
         )
         return _ENGINES[self.kind_of_engines](config, _STEP_TIMES, clock, replica_id)
 

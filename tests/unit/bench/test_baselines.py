@@ -51,7 +51,7 @@ class Simulation:
         self.timeline = Timeline(lambda: clock.now, sleep)
         config = EngineConfig(
             num_blocks=limits.kv_cache_tokens // 16, max_model_len=512, max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=256, enable_prefix_caching=False, vocab_size=4096,
+            max_num_batched_tokens=256, enable_prefix_caching=False, vocab_size=2**31,
         )  # fmt: skip
         runner = TimedRunner(STEP_TIMES, 4096, 2, self.timeline.clock, sleep)
         self.engine = TimedEngine(Engine(config, runner, decoders, IDENTITY, clock.clock()), self.timeline)

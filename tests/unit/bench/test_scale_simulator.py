@@ -130,7 +130,7 @@ class EngineWorld:
         self.rng = random.Random(seed)
         config = EngineConfig(
             num_blocks=64, max_model_len=512, max_num_seqs=self.rng.randrange(1, 6),
-            max_num_batched_tokens=self.rng.choice([16, 64]), async_scheduling=True, vocab_size=4096,
+            max_num_batched_tokens=self.rng.choice([16, 64]), async_scheduling=True, vocab_size=2**31,
         )  # fmt: skip
         self.clock = simulated_clock()
         self.replica = ModelledEngine(config, STEP_TIMES["slow-gpu"], self.clock, "a")
