@@ -19,12 +19,11 @@ from ray.serve.exceptions import (
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
 from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, ServingError, as_serving_error, is_cancelled
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
-from router.delta_channels import ChannelPool
+from replicas.transport.wire import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
 from router.scaling.ingress_reports import IngressGossip, PollReply
-from router.stream_window import with_window
+from router.transport.channel_pool import ChannelPool
 
 _WAKE_S = 1.0
 _CALL_LIMIT_S = 2.0
@@ -37,13 +36,8 @@ class RankedRouter(RequestRouter):
     """Request router of Serve that tries replicas in the order of the call's `ranking` argument, one at a time.
 
     A replica id is the `unique_id` of Serve's replica id. Replicas that are not in the ranking form one last rank, from
-    which Serve chooses by queue length. A call without a ranking has only that rank. Streams have a window.
+    which Serve chooses by queue length. A call without a ranking has only that rank.
     """
-
-    def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
-        """Return the replica, with a bound on the results of its streams that have not been read."""
-        replica: RunningReplica = with_window(super().create_replica_wrapper(replica_info))
-        return replica
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -56,12 +50,13 @@ class RankedRouter(RequestRouter):
 
 
 class ServeTransport:
-    """Calls of a channel pool over a Serve deployment handle; implements `router.submission.ChannelTransport`."""
+    """Calls of a channel pool over a Serve deployment handle; implements `ChannelTransport` of `router.transport`."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._generate = handle.options(method_name="generate", stream=True)
         self._deltas = handle.options(method_name="deltas", stream=True)
         self._abort = handle.options(method_name="abort")
+        self._acknowledge = handle.options(method_name="acknowledge")
 
     def submit(
         self, requests: Sequence[NumberedRequest], ranking: list[str], channel_id: ChannelId
@@ -76,6 +71,15 @@ class ServeTransport:
             ServingError: the replica did not answer.
         """
         if not await _ask(self._abort, replica_id, replica_id, channel_id, numbers):
+            raise NoReplicaAvailable(f"another replica answered in the place of {replica_id}")
+
+    async def acknowledge(self, replica_id: str, channel_id: ChannelId, num_batches: int) -> None:
+        """Tell a replica that the first `num_batches` of a channel have been read.
+
+        Raises:
+            ServingError: the replica did not answer.
+        """
+        if not await _ask(self._acknowledge, replica_id, replica_id, channel_id, num_batches):
             raise NoReplicaAvailable(f"another replica answered in the place of {replica_id}")
 
     def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:

@@ -36,7 +36,7 @@ MAY_SEE = {
     ),
     "router": (
         "router",
-        "replicas.delta_batch",
+        "replicas.transport.wire",
         "replicas.protocol",
         "replicas.errors",
         "replicas.block_hash",
@@ -82,8 +82,7 @@ CONFINED = {
 }
 STDLIB_ONLY = (
     "replicas.engine",
-    "replicas.delta_batch",
-    "replicas.delta_channels",
+    "replicas.transport",
     "replicas.protocol",
     "replicas.errors",
     "replicas.block_hash",

@@ -15,9 +15,9 @@ from replicas.protocol import Band, FinishReason, TokenDelta, Usage, merge
 
 _EARLY_S = 0.005
 """Time by which a flush may be early to leave together with another one; its next flush is not earlier for that."""
-_LINGER_SHARE = 1 / 16
-"""Longest linger as a share of the stream's age. A replica has 1/8 more batch requests than slots (`batch_lookahead`),
-so its slots stay full for about 1/8 of a request's time."""
+_BATCHING_SHARE = 1 / 16
+"""Longest batching delay as a share of the stream's age. A replica has 1/8 more batch requests than slots
+(`batch_lookahead`), so its slots stay full for about 1/8 of a request's time."""
 
 
 class FlushPolicy(NamedTuple):
@@ -27,8 +27,8 @@ class FlushPolicy(NamedTuple):
     num_tokens: int = 1
     is_aligned: bool = False
     """True if the flush times of streams with the same interval are aligned, so the event loop wakes once for all."""
-    linger_s: float = 0.0
-    """Longest wait of a delta whose flush is due, for those of other streams; `_LINGER_SHARE` limits it, too."""
+    batching_delay_s: float = 0.0
+    """Longest wait of a delta whose flush is due, for those of other streams; `_BATCHING_SHARE` limits it, too."""
 
     def next_flush_s(self, last_s: float) -> float:
         """Return the time of the flush after the one at `last_s`.
@@ -55,8 +55,8 @@ class Coalescing:
     align_when_throttled: bool = False
     """True if throttled streams flush at the same time. That is best if the engine computes on the processors that
     carry the chunks. On other machines a burst of chunks would delay other messages."""
-    batch_linger_s: float = 0.025
-    """`linger_s` of batch requests that are not streamed."""
+    batch_delay_s: float = 0.025
+    """`batching_delay_s` of batch requests that are not streamed."""
 
     def policy_for(self, num_streams: int) -> FlushPolicy:
         """Return the flush policy of each of `num_streams` streams. A throttled one ignores the number of tokens."""
@@ -67,7 +67,7 @@ class Coalescing:
 
     def unstreamed_policy(self, band: Band, interval_s: float) -> FlushPolicy:
         """Return the flush policy of a request that is not streamed: its interval, whatever the number of tokens."""
-        return FlushPolicy(interval_s, sys.maxsize, linger_s=self.batch_linger_s if band is Band.BATCH else 0.0)
+        return FlushPolicy(interval_s, sys.maxsize, batching_delay_s=self.batch_delay_s if band is Band.BATCH else 0.0)
 
 
 class Mailbox:
@@ -96,9 +96,9 @@ class Mailbox:
         self._error: ServingError | None = None
         self._is_over = asyncio.Event()
         self.due_s = -math.inf
-        """Time of the event loop from which what waits may leave."""
+        """Earliest flush time, on the event loop's clock."""
         self.latest_s = -math.inf
-        """Time of the event loop at which what waits leaves at the latest."""
+        """Latest flush time, on the event loop's clock."""
         self.has_ended = False
         """True if the reader has the last delta."""
 
@@ -147,8 +147,8 @@ class Mailbox:
 
     def _set_due(self, due_s: float) -> None:
         self.due_s = self.latest_s = due_s
-        if self._policy.linger_s:
-            self.latest_s += min(self._policy.linger_s, _LINGER_SHARE * (due_s - self._opened_s))
+        if self._policy.batching_delay_s:
+            self.latest_s += min(self._policy.batching_delay_s, _BATCHING_SHARE * (due_s - self._opened_s))
 
 
 class Outbox:
@@ -187,7 +187,7 @@ class Outbox:
         return mailbox
 
     def discard(self, number: int) -> None:
-        """Forget a stream and what waits of it."""
+        """Drop a stream and its pending deltas."""
         self._mailboxes.pop(number, None)
         self._waiting.pop(number, None)
 

@@ -9,16 +9,15 @@ import gc
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import TYPE_CHECKING
 
 import ray
 from ray import serve
 
-from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
-from replicas.delta_channels import DeltaChannels
 from replicas.errors import EngineDead
 from replicas.protocol import EngineMetrics, ModelCard
+from replicas.transport.channels import ReplicaChannels
+from replicas.transport.wire import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
 from router.scaling.ingress_reports import (
     MAX_REPORT_AGE_S,
     IngressLiveness,
@@ -27,7 +26,6 @@ from router.scaling.ingress_reports import (
     PollReply,
 )
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.delta_window import Parcel, paced
 from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import log_through_serve, with_local_model, without_collection
 from serve_app.deployments.ray_metrics import Instruments, engine_exporter, export_forever
@@ -63,7 +61,7 @@ class Model:
         )
         self._card = replica.card
         self._engine = replica.start()
-        self._channels = DeltaChannels(self._replica_id, self._engine, self._ingresses.is_lost)
+        self._channels = ReplicaChannels(self._replica_id, self._engine, self._ingresses.is_lost)
         self._exporting = asyncio.create_task(
             export_forever(engine_exporter(config.model_name, self._engine.metrics, Instruments.of_serve()))
         )
@@ -96,17 +94,29 @@ class Model:
 
     async def deltas(
         self, replica_id: str, channel_id: ChannelId, ranking: Sequence[str] = ()
-    ) -> AsyncGenerator[Parcel[DeltaBatch], None]:
-        """Yield the deltas of a channel's streams, no faster than the ingress takes them.
+    ) -> AsyncGenerator[DeltaBatch, None]:
+        """Yield the deltas of a channel's streams, no faster than the ingress acknowledges them.
 
         Yields none if another replica is meant. `ranking` is for `RankedRouter`.
         """
         if replica_id == self._replica_id:
             self._ingresses.heartbeat(channel_id.ingress_id)
-            check = partial(self._channels.check_ingress, channel_id.ingress_id)
-            async with aclosing(self._channels.read(channel_id)) as batches, aclosing(paced(batches, check)) as parcels:
-                async for parcel in parcels:
-                    yield parcel
+            async with aclosing(self._channels.read(channel_id)) as batches:
+                async for batch in batches:
+                    yield batch
+
+    async def acknowledge(
+        self, replica_id: str, channel_id: ChannelId, num_batches: int, ranking: Sequence[str] = ()
+    ) -> bool:
+        """Note that an ingress has read the first `num_batches` of a channel; return whether this replica is meant.
+
+        `ranking` is for `RankedRouter`.
+        """
+        if replica_id != self._replica_id:
+            return False
+        self._ingresses.heartbeat(channel_id.ingress_id)
+        self._channels.acknowledge(channel_id, num_batches)
+        return True
 
     async def poll(self, report: IngressReport | None, ranking: Sequence[str] = ()) -> PollReply:
         """Return the present load and the other ingresses' reports; `report` is the calling ingress's own report.

@@ -8,12 +8,12 @@ import random
 from contextlib import aclosing
 from dataclasses import replace
 
-from replicas.delta_channels import ChannelWaits
 from replicas.engine.outbox import Coalescing, FlushPolicy
 from replicas.errors import NoReplicaAvailable, RequestQuarantined
 from replicas.protocol import Band
+from replicas.transport.channels import ChannelWaits
 from router.dispatch import Dispatcher
-from router.submission import ChannelLimits
+from router.transport.submission import ChannelLimits
 from serve_app.metrics import HttpMetrics
 from testkit.engine.shadow_runner import continuation, request
 from testkit.http.local_service import LocalRouting

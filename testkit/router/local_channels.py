@@ -9,16 +9,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
-from replicas.delta_channels import ChannelWaits, DeltaChannels
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.batch import ItemResult, ScheduledBatch
 from replicas.engine.engine import Engine
 from replicas.engine.outbox import Coalescing
 from replicas.errors import NoReplicaAvailable, ReplicaLost, ServingError
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaIdentity, ReplicaStats, TokenDelta
-from router.delta_channels import ChannelPool
-from router.submission import ChannelLimits
+from replicas.transport.channels import ChannelWaits, ReplicaChannels
+from replicas.transport.wire import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
+from router.transport.channel_pool import ChannelPool
+from router.transport.submission import ChannelLimits
 from testkit.engine.shadow_runner import ShadowRunner, config, decoders
 from testkit.limits import LIMIT_S, until
 
@@ -45,7 +45,7 @@ class LocalReplica:
         self.replica_id = replica_id
         self.engine = AsyncEngine(engine, coalescing or Coalescing())
         self.lost_ingresses: set[str] = set()
-        self.channels = DeltaChannels(replica_id, self.engine, self.lost_ingresses.__contains__, waits)
+        self.channels = ReplicaChannels(replica_id, self.engine, self.lost_ingresses.__contains__, waits)
         self.calls: dict[asyncio.Task[None], asyncio.Queue[object]] = {}
         self.reads: list[asyncio.Task[None]] = []
         self.is_dead = False
@@ -128,6 +128,8 @@ class LocalTransport:
         """Requests of each call, in order."""
         self.num_lost_aborts = 0
         """Next calls to abort streams that do not come to a replica."""
+        self.num_lost_acknowledgements = 0
+        """Next acknowledgements that do not come to a replica."""
 
     def submit(
         self, requests: Sequence[NumberedRequest], ranking: list[str], channel_id: ChannelId
@@ -145,6 +147,14 @@ class LocalTransport:
             self.num_lost_aborts = max(0, self.num_lost_aborts - 1)
             raise NoReplicaAvailable("the replica does not answer")
         replica.channels.abort(channel_id, numbers)
+
+    async def acknowledge(self, replica_id: str, channel_id: ChannelId, num_batches: int) -> None:
+        await asyncio.sleep(self.submit_s)
+        replica = self.replicas.get(replica_id)
+        if replica is None or replica.is_dead or self.is_cut or self.num_lost_acknowledgements:
+            self.num_lost_acknowledgements = max(0, self.num_lost_acknowledgements - 1)
+            raise NoReplicaAvailable("the replica does not answer")
+        replica.channels.acknowledge(channel_id, num_batches)
 
     def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
         return self._called([replica_id, *self.replicas], lambda replica: replica.deltas(replica_id, channel_id), True)

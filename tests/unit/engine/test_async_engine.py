@@ -120,28 +120,28 @@ async def test_unstreamed_request_has_its_own_flush_interval() -> None:
     assert await delta_sizes(FlushPolicy(interval_s=0.0, num_tokens=1), asked) == [1, 10]
 
 
-@pytest.mark.parametrize(("age_s", "linger_s"), [(16.0, 0.05), (0.16, 0.01)])
-def test_the_end_of_a_batch_request_waits_for_those_of_others_but_not_for_long(age_s: float, linger_s: float) -> None:
+@pytest.mark.parametrize(("age_s", "delay_s"), [(16.0, 0.05), (0.16, 0.01)])
+def test_the_end_of_a_batch_request_waits_for_those_of_others_but_not_for_long(age_s: float, delay_s: float) -> None:
     async def end_line_after_line() -> None:
         outbox, start_s = Outbox(), asyncio.get_running_loop().time()
-        policy = partial(Coalescing(batch_linger_s=0.05).unstreamed_policy, Band.BATCH, 60.0)
+        policy = partial(Coalescing(batch_delay_s=0.05).unstreamed_policy, Band.BATCH, 60.0)
         lines = [outbox.open(number, policy) for number in range(3)]
         reading = asyncio.create_task(outbox.take())
         await asyncio.sleep(age_s)
         for line in lines:
             line.put(last_delta())
-            await asyncio.sleep(0.6 * linger_s)
+            await asyncio.sleep(0.6 * delay_s)
         assert [number for number, _ in await reading] == [0, 1]
         assert [number for number, _ in await outbox.take()] == [2]
-        assert asyncio.get_running_loop().time() - start_s == pytest.approx(age_s + 2.2 * linger_s, rel=0.02)
+        assert asyncio.get_running_loop().time() - start_s == pytest.approx(age_s + 2.2 * delay_s, rel=0.02)
 
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
         runner.run(end_line_after_line())
 
 
-async def test_what_lingers_leaves_at_once_with_a_more_urgent_delta() -> None:
+async def test_a_delayed_delta_leaves_at_once_with_a_more_urgent_delta() -> None:
     outbox = Outbox()
-    line = outbox.open(1, lambda: FlushPolicy(60.0, 1, linger_s=LIMIT_S))
+    line = outbox.open(1, lambda: FlushPolicy(60.0, 1, batching_delay_s=LIMIT_S))
     urgent = outbox.open(2, FlushPolicy)
     await asyncio.sleep(0.01)
     for mailbox in (line, urgent):

@@ -10,7 +10,7 @@ import pytest
 from replicas.engine.outbox import Outbox
 from replicas.errors import NoReplicaAvailable, SequenceFailed
 from replicas.protocol import Band, GenerateRequest
-from router.submission import Submission
+from router.transport.submission import Submission
 from testkit.engine.shadow_runner import continuation, request
 from testkit.limits import LIMIT_S, until
 from testkit.router.local_channels import QUICK, calls_of_submissions, read, running_channels, token_ids, until_gone
@@ -24,7 +24,7 @@ def line(number: int) -> GenerateRequest:
 
 
 async def test_a_stream_that_leaves_is_aborted_although_the_replica_does_not_answer_at_first() -> None:
-    async with running_channels(limits=replace(QUICK, abort_again_s=0.001)) as (client, [replica]):
+    async with running_channels(limits=replace(QUICK, retry_s=0.001)) as (client, [replica]):
         reading = asyncio.create_task(read(client, request("staying", max_tokens=100)))
         client.transport.num_lost_aborts = 3
         async with aclosing(client.generate(request("gone", (9,), max_tokens=100), ["replica-0"])) as stream:
@@ -49,7 +49,7 @@ async def test_a_stream_that_leaves_before_a_replica_has_taken_it_is_aborted_the
 
 
 async def test_a_stream_that_leaves_before_it_is_submitted_is_not_sent() -> None:
-    async with running_channels(limits=replace(QUICK, gather_batch_s=0.02)) as (client, _):
+    async with running_channels(limits=replace(QUICK, batching_delay_s=0.02)) as (client, _):
         gone = asyncio.create_task(read(client, replace(request("gone", max_tokens=10**6), band=Band.BATCH)))
         staying = asyncio.create_task(read(client, replace(request("staying", max_tokens=5), band=Band.BATCH)))
         await asyncio.sleep(0)
@@ -59,7 +59,7 @@ async def test_a_stream_that_leaves_before_it_is_submitted_is_not_sent() -> None
 
 
 async def test_batch_requests_wait_for_others_and_no_longer_when_an_urgent_one_comes() -> None:
-    async with running_channels(limits=replace(QUICK, gather_batch_s=LIMIT_S)) as (client, _):
+    async with running_channels(limits=replace(QUICK, batching_delay_s=LIMIT_S)) as (client, _):
         batch = [asyncio.create_task(read(client, line(number))) for number in range(3)]
         await asyncio.sleep(0.01)
         assert not client.transport.submitted
@@ -71,7 +71,7 @@ async def test_batch_requests_wait_for_others_and_no_longer_when_an_urgent_one_c
 
 @pytest.mark.parametrize("is_refused", [False, True])
 async def test_batch_requests_wait_while_a_call_before_them_is_on_its_way(is_refused: bool) -> None:
-    async with running_channels(limits=replace(QUICK, gather_batch_s=0.0, gather_behind_s=LIMIT_S)) as (
+    async with running_channels(limits=replace(QUICK, batching_delay_s=0.0, batching_delay_in_flight_s=LIMIT_S)) as (
         client,
         [replica],
     ):
@@ -97,7 +97,10 @@ async def test_batch_requests_wait_while_a_call_before_them_is_on_its_way(is_ref
 
 
 async def test_no_batch_request_waits_for_long_behind_a_call() -> None:
-    async with running_channels(limits=replace(QUICK, gather_batch_s=0.0, gather_behind_s=0.01)) as (client, _):
+    async with running_channels(limits=replace(QUICK, batching_delay_s=0.0, batching_delay_in_flight_s=0.01)) as (
+        client,
+        _,
+    ):
         client.transport.is_open.clear()
         reading = [asyncio.create_task(read(client, line(0)))]
         await until(lambda: client.transport.submitted)
@@ -121,7 +124,7 @@ async def test_one_call_submits_so_many_requests_and_tokens_and_no_more() -> Non
 
 
 async def test_batch_requests_beyond_a_full_call_wait_behind_it() -> None:
-    limits = replace(QUICK, gather_batch_s=0.0, gather_behind_s=LIMIT_S, max_submitted=2)
+    limits = replace(QUICK, batching_delay_s=0.0, batching_delay_in_flight_s=LIMIT_S, max_submitted=2)
     async with running_channels(limits=limits) as (client, _):
         client.transport.is_open.clear()
         reading = [asyncio.create_task(read(client, line(number))) for number in range(3)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from replicas.delta_batch import ChannelId, PackedDelta, is_last, unpacked
 from replicas.errors import ReplicaLost
 from replicas.protocol import ReplicaStats, TokenDelta, merge
+from replicas.transport.wire import ACKNOWLEDGED_BATCHES, ChannelId, PackedDelta, is_last, unpacked
 
 
 class IncomingStream:
@@ -71,10 +71,20 @@ class Channel:
         self.reading: asyncio.Task[None] | None = None
         self.error: Exception | None = None
         """End of the channel; None: it is open."""
+        self.num_read = 0
+        """Number of batches that have been read."""
+        self.num_acknowledged = 0
+        """Number of batches whose reading the replica knows of."""
+        self.acknowledging: asyncio.Task[None] | None = None
         self.is_stopping = False
         """True if the replica was being stopped in order when its last deltas came."""
         self._now_idle = now_idle
         self._closing: asyncio.TimerHandle | None = None
+
+    @property
+    def is_acknowledgement_due(self) -> bool:
+        """True if so many batches have been read since the last acknowledgement that the replica must be told."""
+        return self.num_read - self.num_acknowledged >= ACKNOWLEDGED_BATCHES
 
     @property
     def was_closed(self) -> bool:

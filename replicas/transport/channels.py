@@ -9,13 +9,16 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.outbox import Outbox
 from replicas.errors import ReplicaLost, ServingError, as_serving_error
 from replicas.protocol import TokenDelta
+from replicas.transport.wire import WINDOW_BATCHES, ChannelId, DeltaBatch, NumberedRequest, StreamFailure
 
 logger = logging.getLogger(__name__)
+
+_CHECK_PERIOD_S = 1.0
+"""Time between two looks whether an ingress is lost that acknowledges nothing, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +35,66 @@ class ChannelWaits:
 _DEFAULT_WAITS = ChannelWaits()
 
 
+class Credits:
+    """Credits of a channel: batches that may leave before the ingress has acknowledged earlier ones.
+
+    Serve's queue between a replica and its caller has no bound, and neither has Ray's list of results that the caller
+    has not read. With an ingress slower than its replicas they grew by thousands of deltas a second. Without credits
+    the deltas merge in the outbox instead.
+
+    Invariant: 0 <= num_sent - num_acknowledged <= WINDOW_BATCHES.
+    """
+
+    def __init__(self) -> None:
+        self._num_sent = 0
+        self._num_acknowledged = 0
+        self._has_credit = asyncio.Event()
+        self._has_credit.set()
+
+    @property
+    def has_credit(self) -> bool:
+        """True if a batch may leave."""
+        return self._has_credit.is_set()
+
+    def spend(self) -> None:
+        """Note that a batch leaves."""
+        self._num_sent += 1
+        self._update()
+
+    def acknowledge(self, num_batches: int) -> None:
+        """Note that the ingress has read the first `num_batches`. Acknowledgements may arrive in any order."""
+        self._num_acknowledged = max(self._num_acknowledged, min(num_batches, self._num_sent))
+        self._update()
+
+    async def available(self, limit_s: float) -> bool:
+        """Wait until a batch may leave, at most `limit_s`; return whether one may."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._has_credit.wait()
+        return self.has_credit
+
+    def check_invariants(self) -> None:
+        """Fail if an invariant of the class does not hold."""
+        assert 0 <= self._num_sent - self._num_acknowledged <= WINDOW_BATCHES
+
+    def _update(self) -> None:
+        if self._num_sent - self._num_acknowledged < WINDOW_BATCHES:
+            self._has_credit.set()
+        else:
+            self._has_credit.clear()
+
+
 @dataclass(slots=True)
 class _Channel:
     outbox: Outbox = field(default_factory=Outbox)
     generating: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """Task of each stream, by the stream's number."""
+    credits: Credits = field(default_factory=Credits)
     deadline: asyncio.TimerHandle | None = None
     """End of the wait for a reader; None: it is there."""
 
 
-class DeltaChannels:
+class ReplicaChannels:
     """Channels of a replica to the ingresses.
 
     A channel begins with its first stream or with its reader, whichever comes first. It ends with its reader, or when
@@ -99,7 +152,9 @@ class DeltaChannels:
                 channel.generating[number].cancel()
 
     async def read(self, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
-        """Yield the deltas of a channel's streams; closing the generator ends the channel. Ends when it is idle.
+        """Yield the deltas of a channel's streams, no faster than the ingress acknowledges them. Ends when it is idle.
+
+        Closing the generator ends the channel.
 
         Raises:
             ReplicaLost: the ingress is lost.
@@ -110,21 +165,25 @@ class DeltaChannels:
             channel.deadline = None
         try:
             while True:
+                while not await channel.credits.available(_CHECK_PERIOD_S):
+                    self._check_ingress(channel_id.ingress_id)
                 deltas = await self._next_deltas(channel)
                 if not deltas and not channel.generating:
                     return
-                self.check_ingress(channel_id.ingress_id)
+                self._check_ingress(channel_id.ingress_id)
                 if deltas:
+                    channel.credits.spend()
                     yield DeltaBatch.of(self._engine.last_stats, deltas)
         finally:
             self._close(channel_id, channel)
 
-    def check_ingress(self, ingress_id: str) -> None:
-        """Check that an ingress is not lost.
+    def acknowledge(self, channel_id: ChannelId, num_batches: int) -> None:
+        """Note that the ingress has read the first `num_batches` of a channel, if the channel is still here."""
+        if (channel := self._channels.get(channel_id)) is not None:
+            channel.credits.acknowledge(num_batches)
 
-        Raises:
-            ReplicaLost: it is.
-        """
+    def _check_ingress(self, ingress_id: str) -> None:
+        """Raise `ReplicaLost` if an ingress is lost."""
         if self._is_lost(ingress_id):
             raise ReplicaLost(f"ingress {ingress_id} no longer sends polls or requests", has_died=False)
 
@@ -132,6 +191,7 @@ class DeltaChannels:
         """Fail if an invariant of the class does not hold."""
         for channel in self._channels.values():
             channel.outbox.check_invariants()
+            channel.credits.check_invariants()
             assert channel.deadline is None or channel.generating
 
     async def _next_deltas(self, channel: _Channel) -> list[tuple[int, TokenDelta]]:

@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
-from replicas.delta_batch import ChannelId
-from replicas.errors import ReplicaLost
+from replicas.errors import ReplicaLost, ServingError
 from replicas.protocol import Band, GenerateRequest, TokenDelta
-from router.channel import Channel, IncomingStream
-from router.submission import ChannelLimits, ChannelTransport, Submission
+from replicas.transport.wire import ChannelId
+from router.transport.channel import Channel, IncomingStream
+from router.transport.submission import ChannelLimits, ChannelTransport, Submission
 
 _DEFAULT_LIMITS = ChannelLimits()
 
@@ -30,7 +30,8 @@ class ChannelPool:
     Invariants:
         A stream is in exactly one channel until it has ended. Once accepted, that channel leads to the replica that
         generates it.
-        A channel that is not idle has a reader, or its accepted streams have failed.
+        A channel that is not idle has a reader, or its accepted streams have failed. The replica learns of every
+        `ACKNOWLEDGED_BATCHES` batches that the reader has taken.
     """
 
     def __init__(
@@ -111,12 +112,12 @@ class ChannelPool:
         if submission is None:
             submission = self._unsent[channel] = Submission(self._transport, ranking, channel.id, self._limits)
         submission.add(stream, request)
-        self._begin_within(self._gathering_s(channel) if request.band is Band.BATCH else 0.0, submission, channel)
+        self._begin_within(self._batching_delay_s(channel) if request.band is Band.BATCH else 0.0, submission, channel)
         return submission
 
-    def _gathering_s(self, channel: Channel) -> float:
+    def _batching_delay_s(self, channel: Channel) -> float:
         is_behind = channel in self._on_way.values()
-        return self._limits.gather_behind_s if is_behind else self._limits.gather_batch_s
+        return self._limits.batching_delay_in_flight_s if is_behind else self._limits.batching_delay_s
 
     def _begin_within(self, wait_s: float, submission: Submission, channel: Channel) -> None:
         submission.begin_within(wait_s, partial(self._begin, submission, channel))
@@ -131,7 +132,7 @@ class ChannelPool:
         """Note that a replica has taken a submission, or that it has failed; the next one no longer waits for it."""
         self._on_way.pop(submission, None)
         if (waiting := self._unsent.get(channel)) is not None:
-            self._begin_within(self._gathering_s(channel), waiting, channel)
+            self._begin_within(self._batching_delay_s(channel), waiting, channel)
 
     def _accepted(self, stream: IncomingStream, replica_id: str) -> None:
         """Note the replica that generates a stream: from now on the stream ends with the channel to it."""
@@ -157,10 +158,27 @@ class ChannelPool:
                     channel.is_stopping = self._is_stopping(channel.replica_id)
                     stats = replace(batch.stats, is_draining=True) if channel.is_stopping else batch.stats
                     channel.deliver(batch.deltas, stats)
+                    channel.num_read += 1
+                    if channel.is_acknowledgement_due and channel.acknowledging is None:
+                        channel.acknowledging = asyncio.create_task(self._acknowledge(channel))
         except Exception as failure:  # given to the streams' readers, which raise it
             error = failure
         self._forget(channel)
         channel.end(error)
+
+    async def _acknowledge(self, channel: Channel) -> None:
+        """Tell the replica how many batches have been read, until it knows: it sends no more without that."""
+        try:
+            while channel.is_acknowledgement_due:
+                num_read = channel.num_read
+                try:
+                    await self._transport.acknowledge(channel.replica_id, channel.id, num_read)
+                except ServingError:
+                    await asyncio.sleep(self._limits.retry_s)
+                else:
+                    channel.num_acknowledged = num_read
+        finally:
+            channel.acknowledging = None
 
     def _now_idle(self, channel: Channel) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(self._limits.idle_s, self._close_idle, channel)
@@ -175,3 +193,5 @@ class ChannelPool:
         self._channels.pop((channel.replica_id, channel.id), None)
         if self._current.get(channel.replica_id) is channel:
             del self._current[channel.replica_id]
+        if channel.acknowledging is not None:
+            channel.acknowledging.cancel()

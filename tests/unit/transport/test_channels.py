@@ -3,21 +3,22 @@
 import asyncio
 import contextlib
 import pickle
+import random
 from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
-from replicas.delta_batch import ChannelId, DeltaBatch, StreamFailure, unpacked
-from replicas.delta_channels import ChannelWaits
 from replicas.engine.outbox import Coalescing, FlushPolicy
 from replicas.errors import ReplicaLost, SequenceFailed
 from replicas.protocol import FinishReason, PhaseSeconds, PositionLogprobs, TokenDelta, TokenLogprob, Usage, merge
-from router.submission import ChannelLimits
+from replicas.transport.channels import ChannelWaits, Credits
+from replicas.transport.wire import WINDOW_BATCHES, ChannelId, DeltaBatch, StreamFailure, unpacked
+from router.transport.submission import ChannelLimits
 from testkit.engine.shadow_runner import continuation, request
 from testkit.limits import LIMIT_S, until
 from testkit.router.channel_worlds import ChannelWorld
-from testkit.router.local_channels import read, running_channels, token_ids, until_gone
+from testkit.router.local_channels import QUICK, read, running_channels, token_ids, until_gone
 from testkit.router.simulated_replicas import stats
 from tests.seeds import Seeds
 
@@ -126,12 +127,62 @@ async def test_a_call_that_ends_before_the_channel_has_a_reader_ends_no_other_on
         ending = asyncio.create_task(anext(second, None))
         tokens: list[int] = []
         async with aclosing(replica.channels.read(channel_id)) as batches:
+            num_batches = 0
             async for batch in batches:
                 tokens += [token_id for packed in batch.deltas for token_id in packed[2]]
                 if len(tokens) == 50:
                     break
+                num_batches += 1
+                replica.channels.acknowledge(channel_id, num_batches)
         assert tuple(tokens) == continuation((9,), 50)
         assert await ending is None, "no stream has failed"
+
+
+async def test_batches_leave_as_they_are_acknowledged_and_deltas_merge_meanwhile() -> None:
+    async with running_channels() as (_, [replica]):
+        channel_id, batches = ChannelId("slow", 1), asyncio.Queue[DeltaBatch]()
+        call = replica.channels.generate([(1, request("slow", max_tokens=60))], channel_id)
+        await anext(call)
+
+        async def read_all() -> None:
+            async with aclosing(replica.channels.read(channel_id)) as arriving:
+                async for batch in arriving:
+                    batches.put_nowait(batch)
+
+        reading, ending = asyncio.create_task(read_all()), asyncio.create_task(anext(call, None))
+        await until(lambda: batches.qsize() == WINDOW_BATCHES)
+        await until(lambda: replica.engine.stats().num_running == 0)
+        assert batches.qsize() == WINDOW_BATCHES
+        replica.channels.acknowledge(channel_id, 1)
+        assert await asyncio.wait_for(ending, LIMIT_S) is None
+        taken = [batches.get_nowait() for _ in range(batches.qsize())]
+        token_ids = [token_id for batch in taken for packed in batch.deltas for token_id in packed[2]]
+        assert tuple(token_ids) == continuation(PROMPT, 60), "what waited left together"
+        reading.cancel()
+
+
+async def test_lost_acknowledgements_are_repeated() -> None:
+    async with running_channels(limits=replace(QUICK, retry_s=0.01)) as (client, [replica]):
+        client.transport.num_lost_acknowledgements = 3
+        deltas = await read(client, request(max_tokens=100))
+        assert token_ids(deltas) == continuation(PROMPT, 100)
+        assert replica.num_batches > WINDOW_BATCHES and not client.transport.num_lost_acknowledgements
+
+
+@pytest.mark.random_worlds(50, per_call=10)
+def test_credits_bound_the_batches_on_their_way(seeds: Seeds) -> None:
+    for seed in seeds:
+        rng, credits = random.Random(seed), Credits()
+        num_sent = 0
+        for _ in range(200):
+            if rng.random() < 0.6 and credits.has_credit:
+                credits.spend()
+                num_sent += 1
+            else:
+                credits.acknowledge(rng.randrange(num_sent + 3))
+            credits.check_invariants()
+        credits.acknowledge(num_sent)
+        assert credits.has_credit, "nothing is on its way"
 
 
 async def test_a_call_without_a_reader_that_is_cancelled_twice_leaves_no_channel() -> None:

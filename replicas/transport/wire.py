@@ -1,6 +1,8 @@
-"""Batch of deltas of many streams, as it crosses from a replica to an ingress: plain tuples and one report of the load.
+"""Values that cross the wire between an ingress and a replica.
 
-A delta as a dataclass with stats of its own takes many times as long to pickle as a plain tuple.
+A *stream* is the output of one sequence. A *channel* carries all streams of one ingress on one replica. A *batch* is
+one message of a channel: deltas of different streams as plain tuples, and one report of the load. A delta as a
+dataclass with stats of its own takes many times as long to pickle.
 """
 
 from __future__ import annotations
@@ -25,6 +27,12 @@ _OTHER_FIELDS = tuple(field.name for field in fields(TokenDelta) if field.name n
 _PLAIN = tuple(field.default for field in fields(TokenDelta) if field.name in _OTHER_FIELDS)
 _others = attrgetter(*_OTHER_FIELDS)
 _counts = attrgetter(*(field.name for field in fields(Usage)))
+
+
+WINDOW_BATCHES = 8
+"""Most batches of a channel that have left the replica and that the ingress has not acknowledged."""
+ACKNOWLEDGED_BATCHES = 4
+"""Number of batches that one acknowledgement stands for. More batches may leave while it is on its way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
 from replicas.errors import ReplicaLost, ServingError
 from replicas.protocol import GenerateRequest
-from router.channel import IncomingStream
+from replicas.transport.wire import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
+from router.transport.channel import IncomingStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class ChannelLimits:
     """Time for which a channel without streams stays open, seconds."""
     last_delta_s: float = 5.0
     """Longest wait for the last delta of a stream whose call has ended, seconds: the two travel apart."""
-    gather_batch_s: float = 0.015
+    batching_delay_s: float = 0.015
     """Wait of a batch request for others to be submitted with, seconds. A busy replica holds more batch requests than
     it has slots, so its slots stay full."""
-    gather_behind_s: float = 0.25
+    batching_delay_in_flight_s: float = 0.25
     """Longest wait of a batch request while an earlier call is on its way, seconds. Calls are slow on a busy machine:
     there they become fewer and larger."""
-    abort_again_s: float = 1.0
-    """Time between two attempts to abort a stream in its replica, seconds."""
+    retry_s: float = 1.0
+    """Time between two attempts to abort a stream in its replica, or to acknowledge batches, seconds."""
     max_submitted: int = 64
     """Most requests that one call submits."""
     max_submitted_tokens: int = 16_384
@@ -53,6 +53,9 @@ class ChannelTransport(Protocol):
 
     async def abort(self, replica_id: str, channel_id: ChannelId, numbers: Sequence[int]) -> None:
         """Abort streams of a channel; those that the replica does not have, or has no longer, are passed by."""
+
+    async def acknowledge(self, replica_id: str, channel_id: ChannelId, num_batches: int) -> None:
+        """Tell a replica that the first `num_batches` of a channel have been read."""
 
     def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
         """Yield the deltas of the channel's streams on a replica; ends at once if the replica is not there."""
@@ -179,7 +182,7 @@ class Submission:
                 try:
                     await self._transport.abort(replica_id, self._channel_id, numbers)
                 except ServingError:
-                    await asyncio.sleep(self._limits.abort_again_s)
+                    await asyncio.sleep(self._limits.retry_s)
                 else:
                     self._to_abort.difference_update(numbers)
         finally:
