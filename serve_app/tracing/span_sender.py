@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span
 from opentelemetry.trace import Tracer as SpanMaker
+from requests.utils import get_environ_proxies
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,10 @@ def span_maker(ratio: float, service: str, instance_id: str) -> SpanMaker:
 def _exporter(url: str) -> SpanExporter:
     """Return an exporter, which reads OpenTelemetry's variables for headers, compression and certificates."""
     session = requests.Session()
-    session.auth = lambda request: request  # Without it, requests would send the credentials of ~/.netrc.
+    # By default, requests would send the credentials of ~/.netrc, and REQUESTS_CA_BUNDLE would win over OpenTelemetry's
+    # variable.
+    session.trust_env = False
+    session.proxies.update(get_environ_proxies(url))
     # Without a file, requests would trust certifi's authorities and not those that the machine trusts.
     machine = ssl.get_default_verify_paths()
     given = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE") or os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE")
