@@ -20,11 +20,11 @@ from serve_app.errors import replica_not_found
 from serve_app.http.exchange import Routes, json_response
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsCounts
+from serve_app.keys.rate_limits import KeyLimiter
 from serve_app.metrics import CONTENT_TYPE, HttpMetrics, engine_parts, engines_shown, page_parts
 from serve_app.openai.request.job_schema import EngineQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import KnownModel, Meter
-from serve_app.rate_limits import KeyLimiter
 
 _JOBS_LIMIT_S = 2.0
 """Longest wait of a scrape or of `/health` for the jobs deployment, seconds."""

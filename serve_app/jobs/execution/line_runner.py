@@ -13,12 +13,12 @@ from pydantic_core import from_json, to_json
 from replicas.clock import Clock
 from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestQuarantined, ServingError, UnknownModel
 from router.timeline import Timeline
-from serve_app.auth import Principal
 from serve_app.errors import reply_to
 from serve_app.jobs.api.records import BatchKind, LineStatus
 from serve_app.jobs.execution.line_task import Attempt, LineRegistry, LineTask
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
+from serve_app.keys.authenticator import Principal
 from serve_app.metrics import OutputMetrics
 from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.caller import Caller
