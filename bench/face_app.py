@@ -25,7 +25,7 @@ from serve_app.app import build_with
 from serve_app.config import HeadwayConfig
 from serve_app.deployments import process
 from serve_app.http.request_registry import RequestRegistry
-from serve_app.metrics import HttpMetrics, OutputMetrics
+from serve_app.monitoring.http import HttpMetrics, OutputMetrics
 from testkit.engine.timed_runner import STEP_TIMES
 
 if TYPE_CHECKING:

@@ -42,7 +42,8 @@ from serve_app.http.unread_bodies import UnreadBodyMiddleware
 from serve_app.http.web_pages import OriginsMiddleware, WebPageGuard
 from serve_app.keys.authenticator import Authenticator, require_operator
 from serve_app.keys.rate_limits import KeyLimiter
-from serve_app.metrics import CountsCollector, HttpMetrics
+from serve_app.monitoring.families import CountsCollector
+from serve_app.monitoring.http import HttpMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
 from serve_app.openai.tokenize.prompt_encoder import encoder_of

@@ -57,6 +57,7 @@ CONFINED = {
         "serve_app.cli",
         "serve_app.deployments",
         "serve_app.jobs.client",
+        "serve_app.monitoring.ray_metrics",
     ),
     "sqlalchemy": (
         "serve_app.jobs.storage",

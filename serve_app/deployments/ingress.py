@@ -30,7 +30,7 @@ from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.keys.key_exchange import KeyUseExchange
 from serve_app.keys.rate_limits import KeyLimiter
-from serve_app.metrics import HttpMetrics
+from serve_app.monitoring.http import HttpMetrics
 from serve_app.process import return_freed_memory, share_gil
 from serve_app.tracing.tracer import Tracer
 

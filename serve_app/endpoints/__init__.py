@@ -2,5 +2,5 @@
 
 Read `completions.py` first. May import `replicas.clock`, `replicas.errors`, `replicas.protocol`, `router.dispatch`,
 `router.flow`, `router.scaling`, `router.types`, `serve_app.errors`, `serve_app.http`, `serve_app.jobs`,
-`serve_app.keys`, `serve_app.metrics`, `serve_app.openai`, `serve_app.reference`, `serve_app.tracing`.
+`serve_app.keys`, `serve_app.monitoring`, `serve_app.openai`, `serve_app.reference`, `serve_app.tracing`.
 """

@@ -19,7 +19,7 @@ from serve_app.jobs.execution.line_task import Attempt, LineRegistry, LineTask
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
 from serve_app.keys.authenticator import Principal
-from serve_app.metrics import OutputMetrics
+from serve_app.monitoring.http import OutputMetrics
 from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.parsing import parse_body
