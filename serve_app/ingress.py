@@ -13,8 +13,8 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replicas.clock import Clock
 from replicas.errors import ServingError
+from replicas.timing.clock import Clock
 from serve_app.endpoints.batches import BatchEndpoints
 from serve_app.endpoints.completions import CompletionEndpoints
 from serve_app.endpoints.dashboard import DashboardEndpoints, Snapshots

@@ -7,9 +7,9 @@ import contextlib
 import time
 from dataclasses import dataclass
 
-from replicas.grammar import GrammarCompiler
 from replicas.protocol import Band, EngineMetrics
-from replicas.tokenizer_files import load_tokenizer
+from replicas.text.grammar import GrammarCompiler
+from replicas.text.tokenizer_files import load_tokenizer
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
 from router.scaling.autoscaling import Autoscaler, AutoscalingSettings

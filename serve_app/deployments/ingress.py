@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
-from replicas.clock import Clock
+from replicas.timing.clock import Clock
 from router.scaling.ingress_load import INGRESS_LOAD, IngressLoadMeter
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.loopback import listen_on_loopback

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 from ray.serve.handle import DeploymentHandle
 
-from replicas.clock import Clock
 from replicas.protocol import Metric
+from replicas.timing.clock import Clock
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import (

@@ -12,8 +12,8 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replicas.clock import Clock
 from replicas.errors import InvalidRequest
+from replicas.timing.clock import Clock
 from serve_app.endpoints.job_objects import completed_output, unfinished_output
 from serve_app.endpoints.new_batches import PromptBatchMaker, SyncPrompts
 from serve_app.http.bodies import BodyReader

@@ -10,8 +10,8 @@ from datetime import UTC, date, datetime, timedelta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replicas.clock import Clock
 from replicas.errors import InvalidRequest
+from replicas.timing.clock import Clock
 from serve_app.errors import operator_key_required
 from serve_app.http.exchange import Routes, exchange_of, json_response
 from serve_app.jobs.api.records import JobsService

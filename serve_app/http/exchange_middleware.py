@@ -14,7 +14,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from replicas.clock import Clock
+from replicas.timing.clock import Clock
 from router.timeline import Timeline
 from serve_app.http.access_log import AccessLog
 from serve_app.http.edge import refuse_websocket

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from replicas.errors import ServingError
-from replicas.grammar import GrammarCompiler
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
-from replicas.tokenizer_files import vocab_size_of
+from replicas.text.grammar import GrammarCompiler
+from replicas.text.tokenizer_files import vocab_size_of
 from router.dispatch import Dispatcher
 from router.timeline import Timeline
 from router.types import Headroom

@@ -13,11 +13,11 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from replicas.clock import Clock
 from replicas.engine.async_engine import AsyncEngine
 from replicas.model_replica import ModelReplica
 from replicas.options import ReplicaOptions
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from replicas.timing.clock import Clock
 from router.balancing.load_table import LoadTable
 from router.balancing.policy import LeastTokens
 from router.dispatch import Dispatcher

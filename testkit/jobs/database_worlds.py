@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, select
 
-from replicas.clock import Clock
 from replicas.protocol import Band
+from replicas.timing.clock import Clock
 from serve_app.jobs.api.new_lines import NewLine
 from serve_app.jobs.api.records import (
     BatchKind,

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from replicas.clock import Clock
 from replicas.errors import ServingError
 from replicas.protocol import Band, ReplicaStats
+from replicas.timing.clock import Clock
 from router.flow.flow_queue import BandLimits, FlowQueue
 from router.timeline import Timeline
 from router.types import ReplicaView

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
-from replicas.clock import Clock
 from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
@@ -22,6 +21,7 @@ from replicas.protocol import (
     TokenDelta,
     merge,
 )
+from replicas.timing.clock import Clock
 from testkit.engine.shadow_runner import decoders
 from testkit.engine.timed_runner import FinishedStep, StepTimes, TimedRunner, shape_of
 from testkit.router.simulated_time import FakeClock, settle_down

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 
 from pydantic_core import from_json, to_json
 
-from replicas.clock import Clock
 from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestQuarantined, ServingError, UnknownModel
+from replicas.timing.clock import Clock
 from router.timeline import Timeline
 from serve_app.errors import reply_to
 from serve_app.jobs.api.records import BatchKind, LineStatus

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from replicas.clock import Clock
 from replicas.protocol import Band
+from replicas.timing.clock import Clock
 from router.timeline import Timeline
 from serve_app.jobs.api.records import JsonObject
 from serve_app.jobs.storage.batch_queue import OpenBatch
