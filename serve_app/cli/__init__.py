@@ -2,5 +2,5 @@
 
 Read `main.py` first. May import `replicas.errors`, `replicas.model.loading`, `replicas.protocol`, `replicas.timing`,
 `serve_app.app`, `serve_app.benchmark`, `serve_app.config`, `serve_app.config_page`, `serve_app.errors`,
-`serve_app.http`, `serve_app.keys`, `serve_app.models`, `serve_app.monitoring`.
+`serve_app.http`, `serve_app.keys`, `serve_app.models`, `serve_app.monitoring`, `serve_app.one_root`.
 """
