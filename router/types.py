@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from replicas.fair_share import fair_share
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from replicas.shared_rules.fair_share import fair_share
 from router.slot_shares import ALONE, SlotShare
 
 

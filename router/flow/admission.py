@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from replicas.errors import Overloaded
 from replicas.protocol import BANDS, Band, GenerateRequest
-from replicas.rates import SlidingRate
+from replicas.timing.rates import SlidingRate
 from router.balancing.load_table import LoadTable
 from router.flow.capacity_index import CapacityIndex
 from router.flow.flow_queue import BandLimits, FlowQueue

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from replicas.block_hash import extend_hashes
 from replicas.errors import DeadlineExceeded, NoReplicaAvailable, Overloaded
 from replicas.protocol import BANDS, Band, GenerateRequest
 from replicas.settings import check_bounds, setting
+from replicas.shared_rules.block_hash import extend_hashes
 from router.balancing.load_table import InFlight, LoadTable, PollChanges
 from router.flow.admission import Admission, OutputLengths
 from router.flow.capacity_index import CapacityIndex

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from replicas.errors import ServingError
-from replicas.grammar import GrammarCompiler
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
-from replicas.tokenizer_files import vocab_size_of
+from replicas.text.grammar import GrammarCompiler
+from replicas.text.tokenizer_files import vocab_size_of
 from router.dispatch import Dispatcher
 from router.timeline import Timeline
 from router.types import Headroom
@@ -28,7 +28,8 @@ from serve_app.openai.reply.format import (
     fingerprint_of,
 )
 from serve_app.openai.reply.json_pieces import json_in_pieces
-from serve_app.openai.reply.request_metrics import request_metrics, slowest_of
+from serve_app.openai.reply.prepared_completion import PreparedCompletion
+from serve_app.openai.reply.request_metrics import request_metrics
 from serve_app.openai.request.caller import Caller, WorkOwner, tier_of
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt, GenerationBody
@@ -126,51 +127,6 @@ class ModelText:
         """
         tokenizer = PromptTokenizer.load(model, workers, tool_call_parser)
         return cls(tokenizer, GrammarChecker(GrammarCompiler(tokenizer.fast, vocab_size_of(model))))
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedCompletion:
-    """Valid request that is ready to start, with the format of its reply."""
-
-    id: str
-    """Id of the reply."""
-    model: str
-    """Name of the model in the reply."""
-    account: str
-    """Tenant of the API key, to which the work is charged."""
-    body: GenerationBody
-    requests: tuple[GenerateRequest, ...]
-    format: ReplyFormat
-    progress: Progress
-    timelines: tuple[Timeline, ...]
-    """Timeline of each request, in their order."""
-    not_enforced: tuple[str, ...] = ()
-    """JSON pointers to the keywords of the request's JSON Schemas that are not enforced."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """Timeline of the sequence that ended last, or of one that has not ended."""
-        return slowest_of(self.timelines)
-
-    @property
-    def first_delta_s(self) -> float | None:
-        """Arrival of the first delta of any choice, monotonic seconds; None: there is none yet."""
-        return min((each.first_delta_s for each in self.timelines if each.first_delta_s is not None), default=None)
-
-    @property
-    def longest_outputs(self) -> list[int]:
-        """Output tokens of the longest choice of each prompt whose choices have all ended."""
-        num_choices = self.body.n
-        prompts = (self.timelines[at : at + num_choices] for at in range(0, len(self.timelines), num_choices))
-        return [
-            max(choice.num_output_tokens for choice in choices)
-            for choices in prompts
-            if all(choice.finished_s is not None for choice in choices)
-        ]
-
-    def usage(self) -> JsonObject:
-        """Return OpenAI's usage object."""
-        return self.progress.usage() | self.format.usage_details()
 
 
 class Meter(Protocol):

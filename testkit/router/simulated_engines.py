@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from replicas.clock import Clock
 from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
@@ -21,6 +20,7 @@ from replicas.protocol import (
     TokenDelta,
     merge,
 )
+from replicas.timing.clock import Clock
 from testkit.engine.shadow_runner import decoders
 from testkit.engine.timed_runner import FinishedStep, StepTimes, TimedRunner, shape_of
 from testkit.router.simulated_time import FakeClock, settle_down

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from router.timeline import Timeline
 from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.reply.request_metrics import request_metrics
 from serve_app.openai.request.caller import WorkOwner, tier_of
-from serve_app.openai.service import PreparedCompletion
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from replicas.rates import SlidingRate
+from replicas.timing.rates import SlidingRate
 
 
 def test_rate_is_the_sum_of_the_window_over_its_length() -> None:

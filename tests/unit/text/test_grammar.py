@@ -13,9 +13,10 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-import replicas.grammar as module
+import replicas.text.grammar as module
 from replicas.errors import InvalidRequest, SequenceFailed
-from replicas.grammar import (
+from replicas.protocol import GenerateRequest, SamplingParams
+from replicas.text.grammar import (
     MAX_GRAMMAR_BYTES,
     GrammarCompiler,
     GrammarConstraint,
@@ -24,10 +25,9 @@ from replicas.grammar import (
     regex_grammar,
     schema_options,
 )
-from replicas.protocol import GenerateRequest, SamplingParams
-from replicas.tokenizer_files import load_tokenizer
+from replicas.text.tokenizer_files import load_tokenizer
 
-DEMO = load_tokenizer(str(Path(module.__file__).parent / "demo"))
+DEMO = load_tokenizer(str(Path(module.__file__).parents[1] / "demo"))
 AMBIGUOUS = 'start: s\ns: s s | "a" | s s s'
 EXHAUSTING = regex_grammar(r"(\w+\s*){1,1000}")
 OBJECT = json_schema_grammar(

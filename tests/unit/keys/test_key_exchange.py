@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-import serve_app.key_exchange as module
+import serve_app.keys.key_exchange as module
 from replicas.errors import NoReplicaAvailable, Overloaded
-from serve_app.key_exchange import KeyUseBoard, KeyUseExchange
-from serve_app.rate_limits import MAX_PEER_AGE_S, KeyLimiter, KeyLimits, KeyTotals, KeyUseReport
+from serve_app.keys.key_exchange import KeyUseBoard, KeyUseExchange
+from serve_app.keys.rate_limits import MAX_PEER_AGE_S, KeyLimiter, KeyLimits, KeyTotals, KeyUseReport
 from testkit.engine.shadow_runner import FakeClock
 from tests.seeds import Seeds
 
@@ -208,8 +208,8 @@ async def test_an_older_report_from_another_board_changes_nothing() -> None:
 
 
 async def test_what_is_kept_and_sent_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.rate_limits._MAX_USES", 20)
-    monkeypatch.setattr("serve_app.rate_limits._MAX_REPORTED", 10)
+    monkeypatch.setattr("serve_app.keys.rate_limits._MAX_USES", 20)
+    monkeypatch.setattr("serve_app.keys.rate_limits._MAX_REPORTED", 10)
     monkeypatch.setattr(module, "_MAX_INGRESSES", 3)
     world = Ingresses(6)
     first = world.all[0]

@@ -8,8 +8,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replicas.protocol import Band
 from router.types import LatencyTargets, Outcome, Reason
-from serve_app.jobs.api.records import JobsCounts
-from serve_app.metrics import HttpMetrics, RouterMetrics, exposition, families_of_process
+from serve_app.monitoring.families import families_of_process
+from serve_app.monitoring.http import HttpMetrics
+from serve_app.monitoring.page import exposition
+from serve_app.monitoring.router import RouterMetrics
 
 TARGETS = {
     Band.INTERACTIVE: LatencyTargets(ttft_s=1.0, tpot_s=0.1),
@@ -81,7 +83,7 @@ def test_metrics_of_all_routers_share_their_families() -> None:
     # As they come from other processes.
     of_jobs = [family for name, registry in registries.items() for family in families_of_process(registry, name)]
     families = pickle.loads(pickle.dumps(tuple(of_jobs)))
-    text = exposition([], "m", http, JobsCounts(router=families)).decode()
+    text = exposition([], "m", http, routers=families).decode()
     counts = {
         sample.labels.get("process"): sample.value
         for family in text_string_to_metric_families(text)

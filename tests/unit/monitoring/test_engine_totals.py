@@ -1,7 +1,7 @@
 """Metrics of many engines taken together."""
 
 from replicas.protocol import EngineMetrics, HistogramMetric, Metric, MetricKind
-from serve_app.engine_totals import EngineTotals
+from serve_app.monitoring.engine_totals import EngineTotals
 from testkit.engine.shadow_runner import World, config, request
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from replicas.errors import ServingError
-from serve_app.rate_limits import MAX_PEER_AGE_S, KeyLimiter, KeyUseReport
+from serve_app.keys.rate_limits import MAX_PEER_AGE_S, KeyLimiter, KeyUseReport
 
 EXCHANGE_PERIOD_S = 1.0
 """Seconds between two exchanges; bounds the use that other ingresses do not know of yet."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from replicas.protocol import Band
 from serve_app.errors import invalid_api_key, operator_key_required
-from serve_app.key_file import digest_of, read_owners
-from serve_app.rate_limits import NO_LIMITS, KeyLimits
+from serve_app.keys.key_file import digest_of, read_owners
+from serve_app.keys.rate_limits import NO_LIMITS, KeyLimits
 
 _LOOK_PERIOD_S = 1.0
 _log = logging.getLogger(__name__)

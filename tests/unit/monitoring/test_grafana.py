@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from serve_app.cli.main import app
-from serve_app.grafana import Source, dashboard
+from serve_app.monitoring.grafana import Source, dashboard
 from testkit.recorded_ray import export_all
 from testkit.whole_metrics import whole_metrics
 

@@ -7,7 +7,7 @@ import pytest
 
 from replicas.errors import InvalidRequest
 from replicas.protocol import GenerateRequest, LogitBias
-from replicas.token_ids import first_outside
+from replicas.shared_rules.token_ids import first_outside
 from testkit.engine.shadow_runner import World, config, continuation, request
 
 VOCAB_SIZE = 97

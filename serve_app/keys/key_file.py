@@ -18,7 +18,7 @@ import yaml
 from filelock import FileLock
 
 from replicas.protocol import Band
-from serve_app.rate_limits import KEY_LIMIT_NAMES, NO_LIMITS, KeyLimits
+from serve_app.keys.rate_limits import KEY_LIMIT_NAMES, NO_LIMITS, KeyLimits
 
 LOCK_LIMIT_S = 10.0
 """Longest wait for another process that changes the file, seconds."""

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from testkit.metrics_page import MetricRow, page, sections
 from testkit.whole_metrics import whole_metrics
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 
 
 @pytest.fixture

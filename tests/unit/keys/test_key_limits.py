@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from replicas.errors import Overloaded
-from serve_app.key_file import KeyOwner, changed_owners, digest_of, read_owners
-from serve_app.rate_limits import KeyLimiter, KeyLimits, TokenBucket
+from serve_app.keys.key_file import KeyOwner, changed_owners, digest_of, read_owners
+from serve_app.keys.rate_limits import KeyLimiter, KeyLimits, TokenBucket
 from testkit.engine.shadow_runner import FakeClock
 
 

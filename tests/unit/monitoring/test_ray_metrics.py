@@ -12,8 +12,9 @@ from prometheus_client import CollectorRegistry
 
 from replicas.protocol import Band, HistogramMetric, Metric, MetricKind
 from router.types import LatencyTargets, Outcome
-from serve_app.deployments.ray_metrics import RayExporter, engine_exporter, spread
-from serve_app.metrics import RouterMetrics, registry_metrics
+from serve_app.monitoring.families import registry_metrics
+from serve_app.monitoring.ray_metrics import RayExporter, engine_exporter, spread
+from serve_app.monitoring.router import RouterMetrics
 from testkit.engine.shadow_runner import World, config, request
 from testkit.recorded_ray import RecordedRay
 

@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from replicas.protocol import EngineMetrics, HistogramMetric, Metric, MetricKind
-from serve_app.metrics import registry_metrics
+from serve_app.monitoring.families import registry_metrics
 
 _log = logging.getLogger(__name__)
 
