@@ -25,7 +25,7 @@ import psutil
 from PIL import Image
 
 from serve_app.config import DEMO_MODEL_NAME
-from serve_app.key_file import digest_of
+from serve_app.keys.key_file import digest_of
 from testkit.http.chromium import CHROMIUM, Tab, open_tab
 from testkit.serving.batch_calls import line, submit
 from testkit.serving.ray_dashboard import ray_dashboard

@@ -33,10 +33,10 @@ from bench.models import model_directory
 from bench.record import percentiles, write
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.grammar import GrammarCompiler, GrammarConstraint, json_schema_grammar
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling.masks import MaskThreads
 from replicas.protocol import GenerateRequest, SamplingParams
+from replicas.text.grammar import GrammarCompiler, GrammarConstraint, json_schema_grammar
 from serve_app.openai.structured.json_schema import Schema, enforceable_schema
 
 _MEMBER = "vendor/llama.cpp/models/ggml-vocab-qwen2.gguf"

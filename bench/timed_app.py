@@ -90,7 +90,7 @@ class TimedBackendLoader:
         """Return a `TimedRunner` with the vocabulary, context length and tokenizer of the named model."""
         from replicas.model.loading.tokenizer import make_decoder
         from replicas.model_replica import Backend
-        from replicas.tokenizer_files import load_tokenizer
+        from replicas.text.tokenizer_files import load_tokenizer
 
         model = json.loads((Path(options.model.path) / "config.json").read_text())
         eos = model["eos_token_id"]

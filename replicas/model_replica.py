@@ -18,12 +18,12 @@ from replicas.engine.engine import Engine
 from replicas.engine.engine_thread import EngineThread
 from replicas.engine.outbox import Coalescing, FlushPolicy
 from replicas.engine.output_processor import DecoderFactory
-from replicas.grammar import GrammarCompiler
 from replicas.model.build import build_runner, warm_up
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.tokenizer import make_decoder
 from replicas.options import ReplicaOptions
 from replicas.protocol import ModelCard, ReplicaIdentity
+from replicas.text.grammar import GrammarCompiler
 
 _log = logging.getLogger(__name__)
 

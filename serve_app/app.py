@@ -5,6 +5,10 @@ No `from __future__ import annotations` here: Serve reads the annotation of `bui
 
 from typing import TYPE_CHECKING, Any
 
+from serve_app.one_root import check_one_root
+
+check_one_root()  # Before the imports below: with a foreign `router` they fail, and do not say why.
+
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig

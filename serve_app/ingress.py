@@ -13,9 +13,8 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replicas.clock import Clock
 from replicas.errors import ServingError
-from serve_app.auth import Authenticator, require_operator
+from replicas.timing.clock import Clock
 from serve_app.endpoints.batches import BatchEndpoints
 from serve_app.endpoints.completions import CompletionEndpoints
 from serve_app.endpoints.dashboard import DashboardEndpoints, Snapshots
@@ -41,12 +40,14 @@ from serve_app.http.request_registry import RequestRegistry
 from serve_app.http.settings import IngressSettings
 from serve_app.http.unread_bodies import UnreadBodyMiddleware
 from serve_app.http.web_pages import OriginsMiddleware, WebPageGuard
-from serve_app.metrics import CountsCollector, HttpMetrics
+from serve_app.keys.authenticator import Authenticator, require_operator
+from serve_app.keys.rate_limits import KeyLimiter
+from serve_app.monitoring.families import CountsCollector
+from serve_app.monitoring.http import HttpMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
 from serve_app.openai.tokenize.prompt_encoder import encoder_of
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
-from serve_app.rate_limits import KeyLimiter
 from serve_app.tracing.tracer import Tracer
 
 __all__ = ["Backends", "IngressSettings", "create_api"]

@@ -11,7 +11,8 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from replicas.protocol import HistogramMetric, Metric
-from serve_app.metrics import engine_parts, plain_families
+from serve_app.monitoring.engines import engine_parts
+from serve_app.monitoring.families import plain_families
 from testkit.recorded_ray import RecordedRay, export_all
 from testkit.whole_metrics import MODEL, WholeMetrics, whole_metrics
 

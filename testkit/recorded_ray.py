@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from replicas.protocol import Metric
-from serve_app.deployments.ray_metrics import Instruments, engine_exporter, jobs_exporter, registry_exporter
+from serve_app.monitoring.ray_metrics import Instruments, engine_exporter, jobs_exporter, registry_exporter
 from testkit.whole_metrics import MODEL, WholeMetrics
 
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("", "_sum", "_count", "_bucket")}

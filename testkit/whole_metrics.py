@@ -7,9 +7,9 @@ import contextlib
 import time
 from dataclasses import dataclass
 
-from replicas.grammar import GrammarCompiler
 from replicas.protocol import Band, EngineMetrics
-from replicas.tokenizer_files import load_tokenizer
+from replicas.text.grammar import GrammarCompiler
+from replicas.text.tokenizer_files import load_tokenizer
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
 from router.scaling.autoscaling import Autoscaler, AutoscalingSettings
@@ -20,7 +20,10 @@ from serve_app.config import HeadwayConfig
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.metrics import jobs_metrics, storage_metric
 from serve_app.jobs.webhooks.sender import AttemptOutcome
-from serve_app.metrics import CountsCollector, HttpMetrics, RouterCollector, RouterMetrics, exposition
+from serve_app.monitoring.families import CountsCollector, plain_families
+from serve_app.monitoring.http import HttpMetrics
+from serve_app.monitoring.page import exposition
+from serve_app.monitoring.router import RouterCollector, RouterMetrics
 from serve_app.openai.structured.output_grammar import GrammarChecker
 from testkit.engine.shadow_runner import World, config, request
 from testkit.limits import LIMIT_S
@@ -38,7 +41,7 @@ class WholeMetrics:
 
     def page(self) -> str:
         """Return the page of an ingress."""
-        return exposition([self.engine], MODEL, self.http, self.jobs).decode()
+        return exposition([self.engine], MODEL, self.http, plain_families(self.jobs.own), self.jobs.router).decode()
 
 
 async def whole_metrics() -> WholeMetrics:

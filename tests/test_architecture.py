@@ -32,16 +32,15 @@ MAY_SEE = {
         "replicas.protocol",
         "replicas.errors",
         "replicas.settings",
-        "replicas.tokenizer_files",
+        "replicas.text.tokenizer_files",
     ),
     "router": (
         "router",
         "replicas.transport.wire",
         "replicas.protocol",
         "replicas.errors",
-        "replicas.block_hash",
-        "replicas.fair_share",
-        "replicas.rates",
+        "replicas.shared_rules",
+        "replicas.timing",
         "replicas.settings",
     ),
 }
@@ -57,6 +56,7 @@ CONFINED = {
         "serve_app.cli",
         "serve_app.deployments",
         "serve_app.jobs.client",
+        "serve_app.monitoring.ray_metrics",
     ),
     "sqlalchemy": (
         "serve_app.jobs.storage",
@@ -69,11 +69,11 @@ CONFINED = {
     "transformers": (
         "replicas.model",
         "replicas.demo",
-        "replicas.tokenizer_files",
-        "replicas.grammar",
+        "replicas.text.tokenizer_files",
+        "replicas.text.grammar",
         "serve_app.openai.tokenize",
     ),
-    "llguidance": ("replicas.grammar",),
+    "llguidance": ("replicas.text.grammar",),
     "opentelemetry": ("serve_app.tracing",),
     "triton": ("replicas.model.attention", "replicas.model.layers", "replicas.model.sampling"),
     "fastapi": ("serve_app.deployments.ingress", "serve_app.ingress"),
@@ -85,13 +85,11 @@ STDLIB_ONLY = (
     "replicas.transport",
     "replicas.protocol",
     "replicas.errors",
-    "replicas.block_hash",
-    "replicas.clock",
-    "replicas.rates",
+    "replicas.shared_rules",
+    "replicas.timing",
     "replicas.settings",
     "replicas.options",
     "replicas.model.loading.options",
-    "replicas.cpu_scheduling",
     "router",
 )
 NOT_STDLIB_ONLY = ("router.serve_router",)
@@ -239,7 +237,8 @@ def test_processes_without_a_model_import_no_torch() -> None:
     """It takes seconds to import, and hundreds of megabytes."""
     commands = [module for module in FILES if is_in(module, ("serve_app.cli",))]
     modules = ["serve_app.app", *commands, "serve_app.ingress", "serve_app.jobs.runtime"]
-    load = f"from replicas.tokenizer_files import load_tokenizer; load_tokenizer({str(ROOT / 'replicas' / 'demo')!r})"
+    demo = str(ROOT / "replicas" / "demo")
+    load = f"from replicas.text.tokenizer_files import load_tokenizer; load_tokenizer({demo!r})"
     import_without((), modules, f"{load}; assert 'torch' not in sys.modules")
 
 

@@ -55,7 +55,9 @@ from router.scaling.autoscaling_loop import AutoscalingLoop, IngressLoad
 from router.scaling.ingress_reports import IngressGossip
 from router.timeline import Timeline
 from router.types import LatencyTargets
-from serve_app.metrics import HttpMetrics, RouterCollector, RouterMetrics, exposition
+from serve_app.monitoring.http import HttpMetrics
+from serve_app.monitoring.page import exposition
+from serve_app.monitoring.router import RouterCollector, RouterMetrics
 from testkit.engine.shadow_runner import World as EngineWorld
 from testkit.engine.shadow_runner import config as engine_config
 from testkit.engine.shadow_runner import request as engine_request

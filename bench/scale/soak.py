@@ -49,7 +49,9 @@ from router.scaling.autoscaling import Autoscaler, AutoscalingSettings
 from router.scaling.autoscaling_loop import AutoscalingLoop, IngressLoad
 from router.scaling.ingress_reports import IngressGossip
 from router.types import LatencyTargets
-from serve_app.metrics import HttpMetrics, RouterCollector, RouterMetrics, exposition
+from serve_app.monitoring.http import HttpMetrics
+from serve_app.monitoring.page import exposition
+from serve_app.monitoring.router import RouterCollector, RouterMetrics
 
 _NUM_SLOTS, _PROMPT_TOKENS, _MAX_OUTPUT_TOKENS, _STEP_S = 16, 64, 16, 0.5
 _SATURATED_TOKENS_PER_S = 1e5

@@ -11,8 +11,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from replicas.clock import Clock
-from replicas.cpu_scheduling import use_normal_scheduling
 from replicas.engine.constraint import Constraint, ConstraintCompiler
 from replicas.engine.engine import Engine
 from replicas.engine.engine_thread import EngineThread
@@ -26,6 +24,8 @@ from replicas.protocol import (
     TokenDelta,
     Usage,
 )
+from replicas.timing.clock import Clock
+from replicas.timing.cpu_scheduling import use_normal_scheduling
 
 _log = logging.getLogger(__name__)
 

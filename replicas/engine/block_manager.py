@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection
 
-from replicas.block_hash import extend_hashes
 from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Sequence
+from replicas.shared_rules.block_hash import extend_hashes
 
 
 class OutOfBlocks(Exception):

@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import replace
 
-from replicas.clock import Clock
 from replicas.engine.batch import CollectedStep, ItemResult, ModelRunner, ScheduledSequence, ScheduledStep
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig
@@ -28,7 +27,8 @@ from replicas.protocol import (
     TenantTokens,
     TokenDelta,
 )
-from replicas.token_ids import unknown_token
+from replicas.shared_rules.token_ids import unknown_token
+from replicas.timing.clock import Clock
 
 _MIN_DEADLINES = 64
 

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from replicas.clock import Clock
 from replicas.engine.batch import (
     CollectedStep,
     ItemResult,
@@ -20,6 +19,7 @@ from replicas.engine.batch import (
 from replicas.engine.bisection import Bisection
 from replicas.engine.config import EngineConfig
 from replicas.engine.scheduler import Scheduler
+from replicas.timing.clock import Clock
 
 
 @dataclass(frozen=True, slots=True)

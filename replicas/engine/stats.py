@@ -10,7 +10,7 @@ from replicas.engine.batch import CollectedStep, ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Phase, Sequence, SequenceStatus
 from replicas.protocol import Band, FinishReason, HistogramMetric, Metric, MetricKind, TenantTokens
-from replicas.rates import SlidingRate
+from replicas.timing.rates import SlidingRate
 
 _TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, KeysView
 
 from replicas.engine.sequence import Sequence
-from replicas.fair_share import fair_share
 from replicas.protocol import BANDS, Band
+from replicas.shared_rules.fair_share import fair_share
 
 
 class TenantSlots:

@@ -1,5 +1,5 @@
 """Flow control: admission, queues by band and tenant, and late binding to replicas.
 
-Read `flow_control.py` first. May import `replicas.block_hash`, `replicas.errors`, `replicas.protocol`,
-`replicas.rates`, `replicas.settings`, `router.balancing`, `router.timeline`, `router.types`.
+Read `flow_control.py` first. May import `replicas.errors`, `replicas.protocol`, `replicas.settings`,
+`replicas.shared_rules`, `replicas.timing`, `router.balancing`, `router.timeline`, `router.types`.
 """

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median_low
 
-from replicas.rates import SlidingRate
 from replicas.settings import check_bounds, setting
+from replicas.timing.rates import SlidingRate
 from router.scaling.ingress_reports import PendingWork
 
 _FILL = 0.85

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from replicas.errors import ServingError
 from replicas.protocol import BANDS, Band, ReplicaStats
-from replicas.rates import SlidingRate
+from replicas.timing.rates import SlidingRate
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import FlowQueue
 from router.flow.usage import ServedTokens

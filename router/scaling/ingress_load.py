@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from replicas.rates import SlidingRate
+from replicas.timing.rates import SlidingRate
 
 INGRESS_LOAD = "headway_ingress_load"
 """Name of the metric that Serve's controller gets from an ingress: its load, as a share of its targets."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from serve_app.grafana import Source, dashboard
+from serve_app.monitoring.grafana import Source, dashboard
 
 
 def grafana(

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import tenacity
 
-from replicas.cpu_scheduling import use_batch_scheduling
+from replicas.timing.cpu_scheduling import use_batch_scheduling
 from serve_app.cli.haproxy import haproxy_environment
 from serve_app.cli.ports import LOOPBACK, Address, port_block
 from serve_app.http.edge import CONNECTIONS_VARIABLE, MIDDLEWARE_PATH

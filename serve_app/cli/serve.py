@@ -27,6 +27,7 @@ from serve_app.cli.serve_log import new_log_file
 from serve_app.cli.served_model import prepare_model
 from serve_app.cli.server import Front, Server
 from serve_app.config import HeadwayConfig
+from serve_app.one_root import ForeignPackage, check_one_root
 
 _LOOPBACK_HOSTS = "localhost,127.0.0.1,[::1]"
 _KEY_OPTION = "--api-key"
@@ -83,6 +84,7 @@ def serve(
     MODEL is a directory, a GGUF file or a hub id; without it a small default model is served.
     """
     _hide_key()
+    _check_packages()
     address, limit = Address(host, port), max_connections_per_address
     front = Front(address, limit, profile is Profile.THROUGHPUT, api_key, log_format, access_log)
     checked = _checked(arguments or [], fields, front)
@@ -129,6 +131,13 @@ def _hide_key() -> None:
         key = key if separator else "".join(found[position + 1 : position + 2])
         os.execve(sys.executable, [sys.executable, *found[1:position], *rest], os.environ | {_KEY_VARIABLE: key})
     os.environ.pop(_KEY_VARIABLE, None)
+
+
+def _check_packages() -> None:
+    try:
+        check_one_root(Path.cwd())
+    except ForeignPackage as error:
+        _fail(str(error))
 
 
 def _with_model(config: HeadwayConfig) -> HeadwayConfig:

@@ -23,7 +23,7 @@ from serve_app.cli.private_cluster import PrivateCluster, private_cluster
 from serve_app.cli.serve_log import Tail, Terminal, output_to
 from serve_app.cli.start_report import Report, Steps, step_of
 from serve_app.config import HeadwayConfig
-from serve_app.key_file import digest_of
+from serve_app.keys.key_file import digest_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TENANT = "default"

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
-from replicas.clock import Clock
+from replicas.timing.clock import Clock
 from router.scaling.ingress_load import INGRESS_LOAD, IngressLoadMeter
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.loopback import listen_on_loopback
@@ -28,10 +28,10 @@ from serve_app.jobs.client import ServeJobs
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
-from serve_app.key_exchange import KeyUseExchange
-from serve_app.metrics import HttpMetrics
+from serve_app.keys.key_exchange import KeyUseExchange
+from serve_app.keys.rate_limits import KeyLimiter
+from serve_app.monitoring.http import HttpMetrics
 from serve_app.process import return_freed_memory, share_gil
-from serve_app.rate_limits import KeyLimiter
 from serve_app.tracing.tracer import Tracer
 
 _FIRST_REPLICA_LIMIT_S = 30.0

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry
 from ray.serve.handle import DeploymentHandle
 
-from replicas.clock import Clock
 from replicas.protocol import Metric
+from replicas.timing.clock import Clock
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import (
@@ -25,9 +25,9 @@ from serve_app.deployments.process import (
     with_local_model,
     without_collection,
 )
-from serve_app.deployments.ray_metrics import Instruments, export_forever, jobs_exporter
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answers_service_calls
+from serve_app.monitoring.ray_metrics import Instruments, export_forever, jobs_exporter
 from serve_app.process import return_freed_memory
 from serve_app.tracing.tracer import Tracer
 
@@ -91,7 +91,8 @@ class Jobs:
 
     async def _line_runner(self, config: HeadwayConfig, clock: Clock, ledger: "UsageLedger") -> "LineRunner":
         from serve_app.jobs.execution.line_runner import LineRunner
-        from serve_app.metrics import CountsCollector, OutputMetrics
+        from serve_app.monitoring.families import CountsCollector
+        from serve_app.monitoring.http import OutputMetrics
         from serve_app.openai.request.sampling_defaults import SamplingDefaults
         from serve_app.openai.service import CompletionService, KnownModel, ModelText
         from serve_app.openai.tokenize.worker_threads import WorkerThreads
@@ -108,7 +109,7 @@ class Jobs:
 
     async def metrics(self) -> JobsCounts:
         """Return the counts of all tenants' work, and this worker's router metrics."""
-        from serve_app.metrics import families_of_process
+        from serve_app.monitoring.families import families_of_process
 
         process = "jobs" if self._num_workers == 1 else f"jobs-{this_replica_id()}"
         families = families_of_process(self._registry, process)

@@ -28,9 +28,9 @@ from router.scaling.ingress_reports import (
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import log_through_serve, with_local_model, without_collection
-from serve_app.deployments.ray_metrics import Instruments, engine_exporter, export_forever
-from serve_app.key_exchange import KeyUseBoard
-from serve_app.rate_limits import KeyUseReport
+from serve_app.keys.key_exchange import KeyUseBoard
+from serve_app.keys.rate_limits import KeyUseReport
+from serve_app.monitoring.ray_metrics import Instruments, engine_exporter, export_forever
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend

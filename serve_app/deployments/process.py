@@ -26,10 +26,10 @@ from router.scaling.ingress_reports import DESIRED_REPLICAS, IngressGossip
 from router.serve_router import ServeReplicaClient
 from router.types import RouterObserver
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.ray_metrics import Instruments, export_forever, registry_exporter
-from serve_app.metrics import RouterCollector, RouterMetrics
+from serve_app.keys.rate_limits import KeyUseReport
 from serve_app.models.gguf import local_checkpoint
-from serve_app.rate_limits import KeyUseReport
+from serve_app.monitoring.ray_metrics import Instruments, export_forever, registry_exporter
+from serve_app.monitoring.router import RouterCollector, RouterMetrics
 
 _CARD_PERIOD_S = 0.2
 _OBJECTS_PER_COLLECTION = 10_000

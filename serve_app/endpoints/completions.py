@@ -9,14 +9,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve_app.endpoints.event_stream import EventStream
 from serve_app.http.bodies import BodyReader
 from serve_app.http.exchange import Routes, caller_of, exchange_of
 from serve_app.http.request_registry import RequestRegistry
 from serve_app.http.settings import IngressSettings
-from serve_app.http.streaming import EventStream, while_connected
+from serve_app.http.streaming import while_connected
+from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody
-from serve_app.openai.service import CompletionService, PreparedCompletion
+from serve_app.openai.service import CompletionService
 
 _MIN_WAIT_S = 0.5
 """Shortest interval of a stream's comments that a client's read time-out can set, seconds; comments cost work."""

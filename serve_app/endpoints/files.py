@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replicas.clock import Clock
 from replicas.errors import ServingError
+from replicas.timing.clock import Clock
 from serve_app.endpoints.job_objects import file_object, list_object
 from serve_app.endpoints.job_requests import JobRequests
 from serve_app.errors import body_too_large

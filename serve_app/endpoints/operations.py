@@ -20,11 +20,14 @@ from serve_app.errors import replica_not_found
 from serve_app.http.exchange import Routes, json_response
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsCounts
-from serve_app.metrics import CONTENT_TYPE, HttpMetrics, engine_parts, engines_shown, page_parts
+from serve_app.keys.rate_limits import KeyLimiter
+from serve_app.monitoring.engines import engine_parts, engines_shown
+from serve_app.monitoring.families import plain_families
+from serve_app.monitoring.http import HttpMetrics
+from serve_app.monitoring.page import CONTENT_TYPE, page_parts
 from serve_app.openai.request.job_schema import EngineQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import KnownModel, Meter
-from serve_app.rate_limits import KeyLimiter
 
 _JOBS_LIMIT_S = 2.0
 """Longest wait of a scrape or of `/health` for the jobs deployment, seconds."""
@@ -118,7 +121,8 @@ class OperationsEndpoints:
         if wanted is not None:
             parts = engine_parts(shown, self.model.name)
         else:
-            parts = page_parts(shown, self.model.name, self.http_metrics, await self._jobs_metrics())
+            jobs = await self._jobs_metrics()
+            parts = page_parts(shown, self.model.name, self.http_metrics, plain_families(jobs.own), jobs.router)
         page = []
         for part in parts:
             page.append(part)

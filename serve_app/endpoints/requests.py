@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.auth import Principal
 from serve_app.errors import HttpError, line_not_cancellable
 from serve_app.http.exchange import Routes, exchange_of, json_response
 from serve_app.http.request_registry import RequestRegistry
 from serve_app.jobs.api.records import JobsService
+from serve_app.keys.authenticator import Principal
 from serve_app.openai.reply.format import JsonObject
 
 _LINE_ID = re.compile(r"(chatcmpl-|cmpl-)?[0-9a-f]{32}-[0-9]+")

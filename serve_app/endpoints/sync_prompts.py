@@ -12,8 +12,8 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replicas.clock import Clock
 from replicas.errors import InvalidRequest
+from replicas.timing.clock import Clock
 from serve_app.endpoints.job_objects import completed_output, unfinished_output
 from serve_app.endpoints.new_batches import PromptBatchMaker, SyncPrompts
 from serve_app.http.bodies import BodyReader
@@ -21,10 +21,11 @@ from serve_app.http.exchange import Exchange, Routes, caller_of, exchange_of, fa
 from serve_app.http.settings import IngressSettings
 from serve_app.http.streaming import ByteStream, while_connected
 from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.job_schema import StreamQuery
 from serve_app.openai.request.parsing import parse_body
-from serve_app.openai.service import CompletionService, PreparedCompletion
+from serve_app.openai.service import CompletionService
 
 _Arrived = asyncio.Queue[JsonObject | None]
 """Queue of events in order of arrival; None ends it."""

@@ -10,13 +10,13 @@ from datetime import UTC, date, datetime, timedelta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replicas.clock import Clock
 from replicas.errors import InvalidRequest
-from serve_app.auth import Principal
+from replicas.timing.clock import Clock
 from serve_app.errors import operator_key_required
 from serve_app.http.exchange import Routes, exchange_of, json_response
 from serve_app.jobs.api.records import JobsService
 from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageRow
+from serve_app.keys.authenticator import Principal
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import UsageListQuery
 from serve_app.openai.request.parsing import parse_body

@@ -14,13 +14,13 @@ from starlette.responses import Response
 
 from router.timeline import Part, Timeline
 from router.types import Headroom
-from serve_app.auth import ANONYMOUS, Principal
 from serve_app.errors import ErrorReply, is_expected, reply_to
 from serve_app.http.cancellation import Cancellation
+from serve_app.keys.authenticator import ANONYMOUS, Principal
+from serve_app.keys.rate_limits import KeyUse
+from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.reply.request_metrics import queued_s
 from serve_app.openai.request.caller import Caller
-from serve_app.openai.service import PreparedCompletion
-from serve_app.rate_limits import KeyUse
 from serve_app.tracing.context import TraceContext
 from serve_app.tracing.tracer import Trace
 

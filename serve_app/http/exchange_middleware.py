@@ -14,14 +14,14 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from replicas.clock import Clock
+from replicas.timing.clock import Clock
 from router.timeline import Timeline
 from serve_app.http.access_log import AccessLog
 from serve_app.http.edge import refuse_websocket
 from serve_app.http.exchange import CLIENT_CLOSED, QUIET_HANDLERS, SCOPE_KEY, Exchange, error_response, fail
 from serve_app.http.request_registry import RequestRegistry
-from serve_app.metrics import HttpMetrics
-from serve_app.rate_limits import Allowance
+from serve_app.keys.rate_limits import Allowance
+from serve_app.monitoring.http import HttpMetrics
 from serve_app.tracing.request_spans import HttpEnd, add_request
 from serve_app.tracing.tracer import Moment, Tracer
 

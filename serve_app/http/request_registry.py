@@ -9,13 +9,13 @@ from itertools import chain, islice, takewhile
 
 from replicas.errors import RequestAborted
 from replicas.protocol import Band
-from serve_app.auth import Principal
 from serve_app.errors import request_id_ambiguous, request_not_cancellable, request_not_found
 from serve_app.http.exchange import CLIENT_CLOSED, Exchange
+from serve_app.keys.authenticator import Principal
 from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.reply.request_view import RequestView
 from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.schema import GenerationBody
-from serve_app.openai.request_view import RequestView
 
 MAX_AGE_S = 3600.0
 _ID_PREFIXES = ("chatcmpl-", "cmpl-")

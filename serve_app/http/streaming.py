@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from pydantic_core import to_json
-from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from replicas.errors import RequestAborted
-from serve_app.http.exchange import CLIENT_CLOSED, Exchange, fail
-from serve_app.openai.reply.format import JsonObject
-from serve_app.openai.service import CompletionService, PreparedCompletion
+from serve_app.http.exchange import CLIENT_CLOSED, Exchange
 
 ResultT = TypeVar("ResultT")
-
-CONTENT_TYPE = "text/event-stream; charset=utf-8"
-
-DONE = b"data: [DONE]\n\n"
-"""Event that ends a complete stream; sent only after success."""
-
-KEEP_ALIVE = b": keep-alive\n\n"
-"""Comment of server-sent events, which clients ignore; it resets their read time-outs."""
 
 
 async def while_connected(
@@ -126,131 +114,3 @@ class ByteStream(Response):
             await send_part(send, first)
             async for part in parts:
                 await send_part(send, part)
-
-
-class EventStream(Response):
-    """Response that runs a generation and sends its deltas as events.
-
-    The status is sent with the first delta, at the latest after `header_wait_s`, so that an early failure gets its own
-    status. A later failure is sent as one error event. After `keep_alive_s` without an event a comment is sent.
-    `[DONE]` is sent only after success. A disconnect at any moment aborts the sequences.
-
-    One task waits for deltas without a time limit and writes the events. The response's task waits for that task and
-    sends the comments. Invariant: one part is sent at a time.
-    """
-
-    def __init__(
-        self,
-        service: CompletionService,
-        prepared: PreparedCompletion,
-        exchange: Exchange,
-        header_wait_s: float,
-        keep_alive_s: float,
-    ) -> None:
-        super().__init__()
-        self._service = service
-        self._prepared = prepared
-        self._exchange = exchange
-        self._header_wait_s = header_wait_s
-        self._keep_alive_s = keep_alive_s
-        options = prepared.body.stream_options
-        self._include_usage = options is not None and options.include_usage
-        self._usage_on_every_chunk = self._include_usage and options is not None and options.continuous_usage_stats
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response, as an ASGI application.
-
-        Raises:
-            ServingError: the generation failed before the response began.
-        """
-        sender = _Sender(send, self._start_message, self._header_wait_s, self._keep_alive_s)
-        await send_body(self._exchange, receive, send, self._run(sender), sender.keep_alive)
-
-    async def _run(self, sender: _Sender) -> None:
-        try:
-            # Leave the generation before the last events are sent: a client that does not read would keep its slot.
-            async with self._service.start(self._prepared) as deltas, self._exchange.cancellation.within():
-                async for item in deltas:
-                    opening = self._written(self._prepared.format.opening(item.index))
-                    self._prepared.progress.add(item)
-                    await sender.send(opening + self._written(await self._service.chunks(self._prepared, item)))
-            if closing := self._service.closing_fields(self._prepared):
-                await sender.send(event(self._prepared.format.closing_chunk(closing)))
-            await sender.send(DONE)
-        except Exception as error:
-            if not sender.has_begun:
-                raise
-            # The status has been sent, so the error is an event of the stream.
-            await sender.send(event(fail(self._exchange, error).body))
-
-    def _written(self, chunks: Sequence[JsonObject]) -> bytes:
-        return b"".join(event(self._with_usage(chunk)) for chunk in chunks)
-
-    def _with_usage(self, chunk: JsonObject) -> JsonObject:
-        """Add `usage` to a chunk: with `include_usage` null, or the counts with `continuous_usage_stats` too."""
-        if self._usage_on_every_chunk:
-            chunk["usage"] = self._prepared.usage()
-        elif self._include_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def _start_message(self) -> Message:
-        message: Message = {"type": "http.response.start", "status": 200, "headers": []}
-        headers = MutableHeaders(scope=message)
-        headers["content-type"] = CONTENT_TYPE
-        headers["cache-control"] = "no-cache"
-        headers["x-accel-buffering"] = "no"
-        if self._prepared.progress.replica_id is not None:
-            headers["x-model-replica"] = self._prepared.progress.replica_id
-        return message
-
-
-class _Sender:
-    """Sender of a stream's parts: it sends the headers before the first part, and a comment after a long silence.
-
-    Invariant: one part is sent at a time, in the order of the calls.
-    """
-
-    def __init__(
-        self, send: Send, start_message: Callable[[], Message], header_wait_s: float, keep_alive_s: float
-    ) -> None:
-        self._send = send
-        self._start_message = start_message
-        self._keep_alive_s = keep_alive_s
-        self._max_silence_s = header_wait_s
-        self._now = asyncio.get_running_loop().time
-        self._sent_s = self._now()
-        self._sending = asyncio.Lock()
-        self.has_begun = False
-
-    async def send(self, data: bytes) -> None:
-        """Send a part of the body, and the headers before the first part.
-
-        Raises:
-            RequestAborted: the client left.
-        """
-        async with self._sending:
-            if not self.has_begun:
-                self.has_begun, self._max_silence_s = True, self._keep_alive_s
-                await self._send(self._start_message())
-            await send_part(self._send, data)
-            self._sent_s = self._now()
-
-    async def keep_alive(self) -> float:
-        """Send a comment if nothing has been sent for too long; return the seconds until the next check.
-
-        Raises:
-            RequestAborted: the client left.
-        """
-        left_s = self._sent_s + self._max_silence_s - self._now()
-        if left_s > 0:
-            return min(left_s, self._keep_alive_s)
-        # A send that is still blocked on a slow client needs no comment behind it.
-        if not self._sending.locked():
-            await self.send(KEEP_ALIVE)
-        return self._keep_alive_s
-
-
-def event(payload: JsonObject) -> bytes:
-    """Return an event with a JSON object as its data."""
-    return b"data: " + to_json(payload) + b"\n\n"

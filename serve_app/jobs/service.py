@@ -25,6 +25,7 @@ from serve_app.jobs.api.records import (
 )
 from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 from serve_app.jobs.execution.throughput import ThroughputEstimator
+from serve_app.jobs.lifecycle.line_size import sized
 from serve_app.jobs.lifecycle.state_loops import BatchEvents
 from serve_app.jobs.storage import batches, files
 from serve_app.jobs.storage.batch_states import cancel_batch
@@ -173,4 +174,4 @@ def _rows(batch_id: str, batch: NewBatch) -> list[LineRow]:
     """
     if len({line.custom_id for line in batch.lines}) < len(batch.lines):
         raise InvalidRequest("two requests of the batch have the same id", "custom_id")
-    return new_rows(batch_id, batch.lines)
+    return new_rows(batch_id, sized(batch.lines))

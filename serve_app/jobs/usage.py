@@ -9,10 +9,10 @@ import uuid
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
-from replicas.clock import Clock
 from replicas.errors import ServingError
+from replicas.timing.clock import Clock
 from serve_app.jobs.api.usage import UsageKey, UsageReport, UsageRow, UsageSums
-from serve_app.openai.service import PreparedCompletion
+from serve_app.openai.reply.prepared_completion import PreparedCompletion
 
 logger = logging.getLogger(__name__)
 

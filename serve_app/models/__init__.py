@@ -1,4 +1,4 @@
 """Models on this machine: the default one, converted GGUF files, downloads of the hub, and their caches; without torch.
 
-May import `replicas.errors`, `replicas.tokenizer_files`.
+May import `replicas.errors`, `replicas.text`.
 """

@@ -6,7 +6,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from replicas.errors import ModelLoadError
-from replicas.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
+from replicas.text.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
 
 
 def download(hub_id: str) -> str:

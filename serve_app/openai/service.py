@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from replicas.errors import ServingError
-from replicas.grammar import GrammarCompiler
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
-from replicas.tokenizer_files import vocab_size_of
+from replicas.text.grammar import GrammarCompiler
+from replicas.text.tokenizer_files import vocab_size_of
 from router.dispatch import Dispatcher
 from router.timeline import Timeline
 from router.types import Headroom
@@ -28,7 +28,8 @@ from serve_app.openai.reply.format import (
     fingerprint_of,
 )
 from serve_app.openai.reply.json_pieces import json_in_pieces
-from serve_app.openai.reply.request_metrics import request_metrics, slowest_of
+from serve_app.openai.reply.prepared_completion import PreparedCompletion
+from serve_app.openai.reply.request_metrics import request_metrics
 from serve_app.openai.request.caller import Caller, WorkOwner, tier_of
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt, GenerationBody
@@ -128,51 +129,6 @@ class ModelText:
         return cls(tokenizer, GrammarChecker(GrammarCompiler(tokenizer.fast, vocab_size_of(model))))
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedCompletion:
-    """Valid request that is ready to start, with the format of its reply."""
-
-    id: str
-    """Id of the reply."""
-    model: str
-    """Name of the model in the reply."""
-    account: str
-    """Tenant of the API key, to which the work is charged."""
-    body: GenerationBody
-    requests: tuple[GenerateRequest, ...]
-    format: ReplyFormat
-    progress: Progress
-    timelines: tuple[Timeline, ...]
-    """Timeline of each request, in their order."""
-    not_enforced: tuple[str, ...] = ()
-    """JSON pointers to the keywords of the request's JSON Schemas that are not enforced."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """Timeline of the sequence that ended last, or of one that has not ended."""
-        return slowest_of(self.timelines)
-
-    @property
-    def first_delta_s(self) -> float | None:
-        """Arrival of the first delta of any choice, monotonic seconds; None: there is none yet."""
-        return min((each.first_delta_s for each in self.timelines if each.first_delta_s is not None), default=None)
-
-    @property
-    def longest_outputs(self) -> list[int]:
-        """Output tokens of the longest choice of each prompt whose choices have all ended."""
-        num_choices = self.body.n
-        prompts = (self.timelines[at : at + num_choices] for at in range(0, len(self.timelines), num_choices))
-        return [
-            max(choice.num_output_tokens for choice in choices)
-            for choices in prompts
-            if all(choice.finished_s is not None for choice in choices)
-        ]
-
-    def usage(self) -> JsonObject:
-        """Return OpenAI's usage object."""
-        return self.progress.usage() | self.format.usage_details()
-
-
 class Meter(Protocol):
     """Meter of the work for completions."""
 
@@ -233,19 +189,14 @@ class CompletionService:
             visible = self._tokenizer.marker_token_ids
             requests = tuple(_with_params(each, visible_special_token_ids=visible) for each in requests)
         check_tokens(requests, card, "messages", self._tokenizer.token_of)
-        reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser)
-        progress = Progress([len(prompt.token_ids)], body.n)
-        timelines = self._timelines(caller, requests)
-        return PreparedCompletion(
-            head.id,
-            head.model,
-            caller.principal.tenant,
-            body,
-            requests,
-            reply_format,
-            progress,
-            timelines,
-            _not_enforced(grammar),
+        return self._prepared(
+            head=head,
+            caller=caller,
+            body=body,
+            requests=requests,
+            reply_format=ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser),
+            prompts=[prompt],
+            grammar=grammar,
         )
 
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
@@ -275,19 +226,38 @@ class CompletionService:
         if body.echo:
             prompts = [await self._with_text(prompt, owner) for prompt in prompts]
         head = self._head(caller, card, requests)
-        reply_format = CompletionFormat(head, body, prompts, self._tokenizer.token_text)
-        progress = Progress([len(prompt.token_ids) for prompt in prompts], body.n)
-        timelines = self._timelines(caller, requests)
+        return self._prepared(
+            head=head,
+            caller=caller,
+            body=body,
+            requests=requests,
+            reply_format=CompletionFormat(head, body, prompts, self._tokenizer.token_text),
+            prompts=prompts,
+            grammar=grammar,
+        )
+
+    def _prepared(
+        self,
+        *,
+        head: ReplyHead,
+        caller: Caller,
+        body: GenerationBody,
+        requests: tuple[GenerateRequest, ...],
+        reply_format: ReplyFormat,
+        prompts: Sequence[EncodedPrompt],
+        grammar: OutputGrammar | None,
+    ) -> PreparedCompletion:
+        past = caller.timeline or Timeline(self._model.clock())
         return PreparedCompletion(
-            head.id,
-            head.model,
-            caller.principal.tenant,
-            body,
-            requests,
-            reply_format,
-            progress,
-            timelines,
-            _not_enforced(grammar),
+            id=head.id,
+            model=head.model,
+            account=caller.principal.tenant,
+            body=body,
+            requests=requests,
+            format=reply_format,
+            progress=Progress([len(prompt.token_ids) for prompt in prompts], body.n),
+            timelines=tuple(past.fork() for _ in requests),
+            not_enforced=() if grammar is None else grammar.not_enforced,
         )
 
     def headroom(self, prepared: PreparedCompletion) -> Headroom:
@@ -407,10 +377,6 @@ class CompletionService:
             return prompt
         return replace(prompt, text=await self._tokenizer.decode(prompt.token_ids, owner))
 
-    def _timelines(self, caller: Caller, requests: Sequence[GenerateRequest]) -> tuple[Timeline, ...]:
-        past = caller.timeline or Timeline(self._model.clock())
-        return tuple(past.fork() for _ in requests)
-
     def _full_reply(self, prepared: PreparedCompletion, deltas: Sequence[TokenDelta]) -> JsonObject:
         reply = prepared.format.full_reply(deltas, prepared.progress.usage())
         if prepared.not_enforced:
@@ -436,7 +402,3 @@ def _max_prompt_tokens(body: GenerationBody, card: ModelCard) -> int | None:
 
 def _with_params(request: GenerateRequest, **changes: Any) -> GenerateRequest:
     return replace(request, params=replace(request.params, **changes))
-
-
-def _not_enforced(grammar: OutputGrammar | None) -> tuple[str, ...]:
-    return () if grammar is None else grammar.not_enforced

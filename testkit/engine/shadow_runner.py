@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from replicas.clock import Clock
 from replicas.engine.batch import IncrementalDecoder, ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
@@ -22,6 +21,7 @@ from replicas.protocol import (
     TokenDelta,
     TokenLogprob,
 )
+from replicas.timing.clock import Clock
 from testkit.engine.scripted_constraint import ScriptedCompiler, ScriptedConstraint
 
 IDENTITY = ReplicaIdentity("replica-0", "node-0", 1)

@@ -13,11 +13,11 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from replicas.clock import Clock
 from replicas.engine.async_engine import AsyncEngine
 from replicas.model_replica import ModelReplica
 from replicas.options import ReplicaOptions
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from replicas.timing.clock import Clock
 from router.balancing.load_table import LoadTable
 from router.balancing.policy import LeastTokens
 from router.dispatch import Dispatcher
@@ -38,7 +38,9 @@ from serve_app.jobs.storage.database import Database, JobsContext
 from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
-from serve_app.metrics import CountsCollector, HttpMetrics, RouterMetrics, families_of_process
+from serve_app.monitoring.families import CountsCollector, families_of_process
+from serve_app.monitoring.http import HttpMetrics
+from serve_app.monitoring.router import RouterMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
 from serve_app.openai.tokenize.worker_threads import WorkerThreads

@@ -26,7 +26,7 @@ from replicas.protocol import (
 from router.flow.flow_queue import BandQueueSize, TenantQueue
 from router.timeline import Timeline
 from router.types import Headroom, Reason, ReplicaView
-from serve_app.key_file import digest_of
+from serve_app.keys.key_file import digest_of
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, select
 
-from replicas.clock import Clock
 from replicas.protocol import Band
+from replicas.timing.clock import Clock
 from serve_app.jobs.api.new_lines import NewLine
 from serve_app.jobs.api.records import (
     BatchKind,
@@ -19,6 +19,7 @@ from serve_app.jobs.api.records import (
     NewBatch,
     Submission,
 )
+from serve_app.jobs.lifecycle.line_size import sized
 from serve_app.jobs.storage.batch_states import UnclaimedBatches
 from serve_app.jobs.storage.batches import BatchRow
 from serve_app.jobs.storage.database import Database, JobsContext
@@ -77,7 +78,7 @@ class World:
     async def submit(self, new: NewBatch, batch_id: str | None = None) -> Submission:
         self.num_batches += 1
         chosen = batch_id or f"batch_{self.num_batches}"
-        rows = new_rows(chosen, new.lines)
+        rows = new_rows(chosen, sized(new.lines))
         return await self.write(lambda c: submit_batch(c, new, chosen, rows, self.settings, self.now))
 
     async def lease(self, owner: str, batch_id: str, limit: int = 100) -> list[LeasedLine]:

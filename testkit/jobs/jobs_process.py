@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from replicas.clock import Clock
 from replicas.errors import ServingError
 from replicas.protocol import Band, ReplicaStats
+from replicas.timing.clock import Clock
 from router.flow.flow_queue import BandLimits, FlowQueue
 from router.timeline import Timeline
 from router.types import ReplicaView
@@ -24,7 +24,7 @@ from serve_app.jobs.execution.planning import LineCapacity
 from serve_app.jobs.execution.throughput import BacklogView
 from serve_app.jobs.runtime import JobsRuntime
 from serve_app.jobs.storage.database import Database, JobsContext
-from serve_app.metrics import OutputMetrics
+from serve_app.monitoring.http import OutputMetrics
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import GenerationBody
 from serve_app.openai.service import CompletionService

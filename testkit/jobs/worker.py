@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from replicas.clock import Clock
+from replicas.timing.clock import Clock
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.webhooks.addresses import AllowedHosts

@@ -14,7 +14,7 @@ from replicas.protocol import Band
 from replicas.transport.channels import ChannelWaits
 from router.dispatch import Dispatcher
 from router.transport.submission import ChannelLimits
-from serve_app.metrics import HttpMetrics
+from serve_app.monitoring.http import HttpMetrics
 from testkit.engine.shadow_runner import continuation, request
 from testkit.http.local_service import LocalRouting
 from testkit.limits import LIMIT_S, until

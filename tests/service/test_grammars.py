@@ -16,7 +16,7 @@ from bench.structured_outputs import DEMO, MODEL, cases, judged
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions
-from replicas.tokenizer_files import load_tokenizer
+from replicas.text.tokenizer_files import load_tokenizer
 from serve_app.ingress import IngressSettings
 from testkit.http.local_service import local_service
 from testkit.json_schemas import fault_of

@@ -2,5 +2,5 @@
 
 Read `loader.py` first. May import `replicas.engine`, `replicas.errors`, `replicas.model.attention`,
 `replicas.model.checkpoint`, `replicas.model.hardware`, `replicas.model.layers`, `replicas.protocol`,
-`replicas.settings`, `replicas.tokenizer_files`.
+`replicas.settings`, `replicas.text`.
 """

@@ -29,7 +29,7 @@ from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_mod
 from replicas.model.loading.config import read_config
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import load_weights
-from replicas.tokenizer_files import load_tokenizer
+from replicas.text.tokenizer_files import load_tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from replicas.model.checkpoint.formats import QuantizedWeight, Weights, is_kept
 from replicas.model.checkpoint.lazy_weights import LazyWeight, WeightReader
 from replicas.model.layers.linear import GroupedLinear, PackedGroups, pack_groups
 from replicas.model.loading.checks import read_weights
-from replicas.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
+from replicas.text.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
 
 _CPU = torch.device("cpu")
 

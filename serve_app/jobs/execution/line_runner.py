@@ -10,21 +10,22 @@ from collections.abc import Iterable, Iterator
 
 from pydantic_core import from_json, to_json
 
-from replicas.clock import Clock
 from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestQuarantined, ServingError, UnknownModel
+from replicas.timing.clock import Clock
 from router.timeline import Timeline
-from serve_app.auth import Principal
 from serve_app.errors import reply_to
 from serve_app.jobs.api.records import BatchKind, LineStatus
 from serve_app.jobs.execution.line_task import Attempt, LineRegistry, LineTask
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
-from serve_app.metrics import OutputMetrics
+from serve_app.keys.authenticator import Principal
+from serve_app.monitoring.http import OutputMetrics
+from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody
-from serve_app.openai.service import CompletionService, PreparedCompletion
+from serve_app.openai.service import CompletionService
 from serve_app.tracing.request_spans import add_request
 from serve_app.tracing.tracer import Moment, Trace, Tracer
 

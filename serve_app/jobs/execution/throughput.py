@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import nlargest
 
-from replicas.clock import Clock
 from replicas.protocol import Band
-from replicas.rates import SlidingRate
+from replicas.timing.clock import Clock
+from replicas.timing.rates import SlidingRate
 from router.scaling.autoscaling_loop import BacklogWork
 from serve_app.jobs.storage.batch_queue import Backlog
 from serve_app.jobs.storage.lines import LineResult

@@ -16,7 +16,7 @@ from typing import IO, Any, Protocol, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from replicas.clock import Clock
+from replicas.timing.clock import Clock
 from serve_app.jobs.api.records import UnknownFile
 from serve_app.jobs.api.storage import storage_error_of
 

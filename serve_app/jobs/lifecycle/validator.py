@@ -13,6 +13,7 @@ from sqlalchemy import Connection
 from serve_app.jobs.api.new_lines import NewLine
 from serve_app.jobs.api.records import BatchError, BatchStatus, UnknownFile
 from serve_app.jobs.lifecycle.input_file import InvalidFile, LineChecker, RawLine, split_lines
+from serve_app.jobs.lifecycle.line_size import sized
 from serve_app.jobs.storage.batch_states import begin_batch, fail_batch, still_owns
 from serve_app.jobs.storage.batches import BatchRow, num_unfinished_lines
 from serve_app.jobs.storage.database import Database, JobsContext
@@ -131,7 +132,7 @@ class Validator:
             if result.num_lines > self._settings.max_batch_lines:
                 message = f"The file has more than {self._settings.max_batch_lines} lines, the most that is accepted."
                 raise InvalidFile(BatchError("too_many_lines", message, line=raw.number))
-        rows = await asyncio.to_thread(new_rows, batch.id, [line for _, line in numbered], start)
+        rows = await asyncio.to_thread(new_rows, batch.id, sized(line for _, line in numbered), start)
         for taken in await self._context.database.write(lambda connection: _keep(connection, batch.id, owner, rows)):
             number, line = numbered[taken - start]
             message = f"The custom_id `{line.custom_id[:64]}` is used in an earlier line; it must be unique."

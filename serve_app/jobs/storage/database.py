@@ -20,7 +20,7 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError, SQLAlchemyError
 
-from replicas.clock import Clock
+from replicas.timing.clock import Clock
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.api.storage import StorageUnavailable, storage_error_of, storage_unavailable
 from serve_app.jobs.files.store import FileStore

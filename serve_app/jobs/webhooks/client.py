@@ -8,7 +8,7 @@ import ssl
 
 import httpx
 
-from replicas.clock import Clock
+from replicas.timing.clock import Clock
 from serve_app.jobs.webhooks.events import Delivery
 from serve_app.jobs.webhooks.guard import AddressRefused, WebhookGuard
 from serve_app.jobs.webhooks.signing import WebhookSigner

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import partial
 from typing import Protocol
 
-from replicas.clock import Clock
+from replicas.timing.clock import Clock
 from serve_app.jobs.webhooks.client import DeliveryFailed
 from serve_app.jobs.webhooks.events import Delivery, host_of
 from serve_app.jobs.webhooks.receivers import NONE_CLOSED, Closed, Receiver, ReceiverLimits, Receivers

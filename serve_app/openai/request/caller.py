@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from replicas.errors import InvalidRequest
 from replicas.protocol import Band
 from router.timeline import Timeline
-from serve_app.auth import Principal
 from serve_app.errors import shortened
+from serve_app.keys.authenticator import Principal
 from serve_app.openai.request.schema import GenerationBody
 
 SDK_DEFAULT_TIMEOUT_S = 600.0

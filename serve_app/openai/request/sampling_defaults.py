@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 from pydantic import ValidationError
 
 from replicas.errors import ModelLoadError
-from replicas.tokenizer_files import model_file
+from replicas.text.tokenizer_files import model_file
 from serve_app.openai.request.parsing import invalid_request
 from serve_app.openai.request.schema import GenerationBody
 

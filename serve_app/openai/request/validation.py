@@ -14,7 +14,7 @@ from typing import Literal
 from replicas.errors import InvalidRequest, UnknownModel
 from replicas.protocol import GenerateRequest, LogitBias, ModelCard, SamplingParams
 from replicas.settings import check_bounds, setting
-from replicas.token_ids import PROMPT, UnknownToken, first_outside, unknown_token
+from replicas.shared_rules.token_ids import PROMPT, UnknownToken, first_outside, unknown_token
 from serve_app.errors import shortened
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import MIN_INT64, ChatBody, CompletionBody, EncodedPrompt, GenerationBody, Prompt

@@ -10,7 +10,7 @@ from math import lcm
 from typing import Any
 
 from replicas.errors import InvalidRequest
-from replicas.grammar import check_length, json_schema_fault, json_schema_grammar, schema_options
+from replicas.text.grammar import check_length, json_schema_fault, json_schema_grammar, schema_options
 from serve_app.errors import shortened
 from serve_app.openai.tools.shapes.schemas import pointer_part
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from replicas.errors import InvalidRequest, Overloaded
-from replicas.grammar import (
+from replicas.protocol import Metric, MetricKind
+from replicas.text.grammar import (
     GrammarCompiler,
     MarkedPart,
     choice_grammar,
@@ -20,7 +21,6 @@ from replicas.grammar import (
     regex_grammar,
     structural_tag_grammar,
 )
-from replicas.protocol import Metric, MetricKind
 from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.formats import JsonObjectFormat, JsonSchemaFormat, StructuralTag, StructuredOutputs
 from serve_app.openai.request.schema import GenerationBody

@@ -11,7 +11,7 @@ from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
 from replicas.errors import InvalidRequest
-from replicas.tokenizer_files import load_tokenizer, vocab_size_of
+from replicas.text.tokenizer_files import load_tokenizer, vocab_size_of
 from serve_app.errors import shortened
 from serve_app.openai.request.conversation import NO_MESSAGES, MessageList
 from serve_app.openai.request.schema import ChatBody, EncodedPrompt, Prompt, TokenizeBody

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from replicas.engine.engine import Engine
-from replicas.grammar import GrammarCompiler, json_schema_grammar
 from replicas.model.attention.cpp import CppAttention
 from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.loading.options import ModelOptions
 from replicas.protocol import GenerateRequest, SamplingParams, TokenDelta, merge
+from replicas.text.grammar import GrammarCompiler, json_schema_grammar
 from serve_app.openai.structured.json_schema import enforceable_schema
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.compiled_kernels import need_kernels

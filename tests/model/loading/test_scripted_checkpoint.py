@@ -6,7 +6,7 @@ import pytest
 
 from replicas.model.loading.options import Dtype
 from replicas.protocol import FinishReason, SamplingParams
-from replicas.tokenizer_files import load_tokenizer
+from replicas.text.tokenizer_files import load_tokenizer
 from testkit.model.engine_runs import Sizes, build_engine, load, requests_for, run
 from testkit.model.scripted_checkpoint import Script, write_scripted_checkpoint
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import yaml
 
-from serve_app.key_file import digest_of
+from serve_app.keys.key_file import digest_of
 from testkit.limits import LIMIT_S
 from testkit.serving.served import Served, serving, wait_for
 from tests.ray.serve.conftest import MODEL_NAME

@@ -20,7 +20,7 @@ import openai
 import pytest
 from ray.dashboard.modules.metrics.grafana_dashboard_factory import generate_serve_llm_grafana_dashboard
 
-from serve_app.grafana import Source, dashboard
+from serve_app.monitoring.grafana import Source, dashboard
 from testkit.limits import LIMIT_S, START_LIMIT_S
 from testkit.metrics_page import MetricRow, sections
 from testkit.serving.batch_calls import ended, line, submit

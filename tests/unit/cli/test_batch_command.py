@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from replicas.errors import NoReplicaAvailable
 from serve_app.cli.main import app
 from serve_app.jobs.api.records import BatchError, BatchStatus, FileRecord, RequestCounts
-from serve_app.key_file import digest_of
+from serve_app.keys.key_file import digest_of
 from testkit.http.api import Api, MakeApi, serving
 from testkit.limits import LIMIT_S, until
 

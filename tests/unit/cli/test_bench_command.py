@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from serve_app.benchmark.rows import read_rows
 from serve_app.cli.main import app
-from serve_app.key_file import digest_of
+from serve_app.keys.key_file import digest_of
 from testkit.http.api import MakeApi, serving
 from testkit.limits import LIMIT_S, until
 

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from replicas.errors import ServingError
-from replicas.tokenizer_files import load_tokenizer
+from replicas.text.tokenizer_files import load_tokenizer
 from serve_app.cli.chat import ChatSession
 from serve_app.cli.client import ServerClient
 from serve_app.cli.conversation import Conversation

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from replicas.protocol import Band
-from serve_app.auth import Authenticator, Principal
 from serve_app.cli.main import app
 from serve_app.errors import HttpError
-from serve_app.key_file import KeyOwner, changed_owners, digest_of, read_owners
+from serve_app.keys.authenticator import Authenticator, Principal
+from serve_app.keys.key_file import KeyOwner, changed_owners, digest_of, read_owners
 from testkit.router.simulated_time import FakeClock
 
 

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from replicas.protocol import Band
-from serve_app.auth import ANONYMOUS, Authenticator, Principal
-from serve_app.key_file import digest_of
+from serve_app.keys.authenticator import ANONYMOUS, Authenticator, Principal
+from serve_app.keys.key_file import digest_of
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.reference.operations import OPERATIONS
 from testkit.http.api import MODEL, MakeApi, refusal

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.key_file import digest_of
+from serve_app.keys.key_file import digest_of
 from testkit.http.api import MODEL, Api, MakeApi, refusal
 
 MakeLimited = Callable[..., Api]

@@ -13,10 +13,10 @@ from pydantic import TypeAdapter
 
 from replicas.errors import NoReplicaAvailable
 from router.timeline import Part, Timeline
-from serve_app.auth import ANONYMOUS
 from serve_app.errors import HttpError
 from serve_app.http.exchange import Exchange
 from serve_app.http.request_registry import MAX_AGE_S, RequestRegistry
+from serve_app.keys.authenticator import ANONYMOUS
 from serve_app.openai.reply.schema import RequestParts
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import CompletionBody

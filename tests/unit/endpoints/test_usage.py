@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from replicas.clock import Clock
 from replicas.errors import NoReplicaAvailable
 from replicas.protocol import Band
+from replicas.timing.clock import Clock
 from serve_app.jobs.api.usage import UsageKey, UsagePage, UsageRow, UsageSums
 from serve_app.jobs.usage import UsageLedger
 from testkit.http.api import MODEL, MakeApi

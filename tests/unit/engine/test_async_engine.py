@@ -15,8 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.clock import Clock
-from replicas.cpu_scheduling import use_batch_scheduling
 from replicas.engine.async_engine import AsyncEngine, StepWatch
 from replicas.engine.batch import IncrementalDecoder, ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
@@ -25,6 +23,8 @@ from replicas.engine.outbox import Coalescing, FlushPolicy, Outbox
 from replicas.engine.output_processor import DecoderFactory
 from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed
 from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta, Usage
+from replicas.timing.clock import Clock
+from replicas.timing.cpu_scheduling import use_batch_scheduling
 from testkit.engine.shadow_runner import IDENTITY, ShadowRunner, config, continuation, decoders, request
 from testkit.limits import LIMIT_S
 from testkit.router.simulated_time import SimulatedLoop

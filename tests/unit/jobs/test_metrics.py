@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from replicas.clock import Clock
 from replicas.protocol import Band, Metric, MetricKind
+from replicas.timing.clock import Clock
 from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus, RequestCounts
 from serve_app.jobs.execution.throughput import ThroughputEstimator
 from serve_app.jobs.metrics import jobs_metrics

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from replicas.clock import Clock
 from replicas.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -17,6 +16,7 @@ from replicas.errors import (
     ServingError,
 )
 from replicas.protocol import Band
+from replicas.timing.clock import Clock
 from serve_app.jobs.api.records import (
     BatchKind,
     BatchRecord,

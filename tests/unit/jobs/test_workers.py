@@ -27,6 +27,7 @@ from serve_app.jobs.api.records import (
     RequestCounts,
 )
 from serve_app.jobs.files.store import FsspecStore
+from serve_app.jobs.lifecycle.line_size import sized
 from serve_app.jobs.storage.batches import batch_record, select_batch
 from serve_app.jobs.storage.database import Database
 from serve_app.jobs.storage.files import add_file
@@ -257,7 +258,7 @@ async def _submit(database: Database, folder: Path, num_lines: int, url: str) ->
     of_file = new_batch(kind=BatchKind.FILE, input_file_id="file-in", callback_url=url)
     new = {"batch_0": of_file, **{f"job_{n}": new_batch(1, BatchKind.JOB, callback_url=url) for n in range(1, 31)}}
     for batch_id, each in new.items():
-        rows = new_rows(batch_id, each.lines)
+        rows = new_rows(batch_id, sized(each.lines))
         await database.write(
             partial(submit_batch, new=each, batch_id=batch_id, rows=rows, settings=settings, now=time())
         )

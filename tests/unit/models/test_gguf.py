@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from replicas.errors import ModelLoadError
-from replicas.tokenizer_files import load_tokenizer
+from replicas.text.tokenizer_files import load_tokenizer
 from serve_app.models.gguf import local_checkpoint
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.model.tiny_gguf import write_gguf

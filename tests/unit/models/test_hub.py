@@ -2,7 +2,7 @@
 
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-from replicas.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
+from replicas.text.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
 
 
 def test_weights_are_fetched_in_one_format() -> None:

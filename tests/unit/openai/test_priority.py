@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from replicas.protocol import Band, GenerateRequest
-from serve_app.key_file import digest_of
+from serve_app.keys.key_file import digest_of
 from testkit.http.api import MODEL, Api, MakeApi
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -1,4 +1,4 @@
-"""Plans of the lines to run next, sizes of lines and files split into them, and predictions of late batches."""
+"""Plans of the lines to run next, and predictions of late batches."""
 
 import math
 from collections import Counter
@@ -11,9 +11,8 @@ from router.flow.flow_queue import BandLimits, FlowQueue
 from router.types import ReplicaView
 from serve_app.jobs.execution.planning import LineCapacity, plan, raised_band
 from serve_app.jobs.execution.throughput import BacklogView, ThroughputEstimator
-from serve_app.jobs.lifecycle.input_file import InvalidFile, split_lines
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
-from serve_app.jobs.storage.lines import LeasedLine, size_of
+from serve_app.jobs.storage.lines import LeasedLine
 from serve_app.jobs.storage.ownership import Speed
 from testkit.jobs.database_worlds import SetTime, success
 from testkit.router.simulated_replicas import stats as replica_stats
@@ -175,50 +174,6 @@ def test_the_actual_output_of_lines_is_learned():
     for _ in range(1000):
         throughput.ended([success(leased(80))])
     assert throughput.actual_per_expected == pytest.approx(0.1, rel=0.01)
-
-
-def test_sizes_give_the_length_rank_and_the_prefix_key():
-    def chat(text: str, **fields: Any) -> dict[str, Any]:
-        return {"messages": [{"role": "system", "content": "s" * 300}, {"role": "user", "content": text}], **fields}
-
-    short, long = size_of(chat("x", max_tokens=10)), size_of(chat("y", max_completion_tokens=1000))
-    assert long.length_rank < short.length_rank
-    assert long.prefix_key == short.prefix_key
-    assert size_of({"prompt": "a"}).prefix_key != size_of({"prompt": "b"}).prefix_key
-
-
-@pytest.mark.parametrize(
-    ("body", "expected_tokens"),
-    [
-        ({"prompt": "x" * 400, "max_tokens": 5, "n": 3}, 115),
-        ({"prompt": [[1, 2, 3], [4]], "max_tokens": 5}, 14),
-        ({"prompt": [1, 2, 3]}, 19),
-        ({"prompt": "x", "max_tokens": 10**18}, 2**30),
-    ],
-    ids=["choices", "prompts of ids", "default limit", "huge"],
-)
-def test_sizes_count_prompts_choices_and_limits(body, expected_tokens):
-    assert size_of(body).expected_tokens == expected_tokens
-
-
-async def parts_of(data: bytes, size: int):
-    for at in range(0, len(data), size):
-        yield data[at : at + size]
-
-
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-async def test_lines_do_not_depend_on_the_parts_of_the_file(size):
-    data = b"\xef\xbb\xbfone\r\n\n  two\nthree"
-    found = [line async for lines in split_lines(parts_of(data, size), 100) for line in lines]
-    assert [(line.number, line.data) for line in found] == [(1, b"one"), (3, b"two"), (4, b"three")]
-
-
-@pytest.mark.parametrize("data", [b"ok\n" + b"x" * 11, b"ok\n" + b"x" * 11 + b"\nok", b"ok\n" + b"x" * 1000])
-async def test_a_line_that_is_too_long_is_named(data):
-    with pytest.raises(InvalidFile) as caught:
-        async for _ in split_lines(parts_of(data, 4), 10):
-            pass
-    assert (caught.value.error.code, caught.value.error.line) == ("line_too_long", 2)
 
 
 def test_every_line_is_planned_at_most_once():

@@ -13,7 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from replicas.clock import Clock
+from replicas.timing.clock import Clock
 from serve_app.jobs.api.records import UnknownFile
 from serve_app.jobs.files.store import PART_BYTES, FileStore, FsspecStore, in_parts_of
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 from datetime import date
 from typing import Any
 
-from replicas.clock import Clock
 from replicas.errors import NoReplicaAvailable, ServingError
 from replicas.protocol import Band
+from replicas.timing.clock import Clock
 from serve_app.jobs.api.usage import UsageKey, UsagePage, UsageQuery, UsageReport, UsageRow, UsageSums
 from serve_app.jobs.storage.usage import add_report, find_usage
 from serve_app.jobs.usage import OTHERS, UsageLedger, UsageReporter

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from replicas.errors import InvalidRequest
-from replicas.grammar import GrammarCompiler
+from replicas.text.grammar import GrammarCompiler
 from serve_app.openai.request.schema import ChatBody
 from serve_app.openai.structured.chat_grammar import ChatDialect, chat_grammar
 from serve_app.openai.structured.output_grammar import OutputGrammar
 from serve_app.openai.tools.families import THINK, family_named
 from serve_app.openai.tools.shapes.shape import marker_of
-from tests.unit.test_grammar import DEMO, ids, request
+from tests.unit.text.test_grammar import DEMO, ids, request
 
 COMPILER = GrammarCompiler(DEMO)
 CITY = {

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from bench.structured_outputs import reason_of
 from replicas.errors import InvalidRequest
-from replicas.grammar import GrammarCompiler, GrammarConstraint, json_schema_grammar
+from replicas.text.grammar import GrammarCompiler, GrammarConstraint, json_schema_grammar
 from serve_app.openai.structured.json_schema import EnforceableSchema, Schema, enforceable_schema
 from testkit.json_schemas import fault_of, without
 from testkit.schema_strategies import schemas
-from tests.unit.test_grammar import DEMO, allowed, request
+from tests.unit.text.test_grammar import DEMO, allowed, request
 
 COMPILER = GrammarCompiler(DEMO)
 MAX_TOKENS = 80

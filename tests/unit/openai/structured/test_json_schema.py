@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from replicas.errors import InvalidRequest
-from replicas.grammar import MAX_GRAMMAR_BYTES
+from replicas.text.grammar import MAX_GRAMMAR_BYTES
 from serve_app.openai.structured.json_schema import (
     MAX_DEPTH,
     MAX_MET_PATTERNS,

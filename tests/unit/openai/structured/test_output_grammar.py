@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 
 from replicas.errors import InvalidRequest, Overloaded
-from replicas.grammar import GrammarCompiler
+from replicas.text.grammar import GrammarCompiler
 from serve_app.openai.request.schema import CompletionBody
 from serve_app.openai.structured.output_grammar import MAX_COMPILATION_S, GrammarChecker, OutputGrammar, output_grammar
 from testkit.limits import LIMIT_S, until
 from tests.unit.openai.structured.test_chat_grammar import is_whole
-from tests.unit.test_grammar import DEMO
+from tests.unit.text.test_grammar import DEMO
 
 SETS = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
 TAG = {

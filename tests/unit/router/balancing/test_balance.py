@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from bench.routing.baselines import LeastRequests, PowerOfTwo, RoundRobin
-from replicas.block_hash import extend_hashes
 from replicas.protocol import Band
+from replicas.shared_rules.block_hash import extend_hashes
 from router.balancing.load_table import InFlight, LoadTable
 from router.balancing.policy import LeastTokens, PrefixIndex
 from router.types import RoutingPolicy, RoutingRequest

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.block_hash import extend_hashes
+from replicas.shared_rules.block_hash import extend_hashes
 from router.balancing.policy import LeastTokens, PrefixIndex
 from router.types import Ranking, Reason, RoutingRequest
 from testkit.router.plain_decisions import ListedCandidates, cluster_of
