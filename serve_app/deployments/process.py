@@ -116,13 +116,13 @@ def this_replica_id() -> str:
 
 
 def log_through_serve() -> None:
-    """Give the application's loggers Serve's handlers, so that their lines are JSON and carry the request id.
+    """Give the loggers of the application and of its exporter of spans Serve's handlers.
 
-    The lines of requests go to Serve's log files alone: Ray carries what a process prints to the driver's terminal,
-    which costs more than many a request.
+    So their lines are JSON and carry the request id. The lines of requests go to Serve's log files alone: Ray
+    carries what a process prints to the driver's terminal, which costs more than many a request.
     """
     serve_logger = logging.getLogger("ray.serve")
-    for package in ("serve_app", "router", "replicas"):
+    for package in ("serve_app", "router", "replicas", "opentelemetry.exporter"):
         logger = logging.getLogger(package)
         logger.handlers = serve_logger.handlers
         logger.setLevel(serve_logger.level)
