@@ -188,7 +188,11 @@ class AutoscalingLoop:
         own_work = self._load.own_work(self.settings)
         decision = self._autoscaler.decide(self._load.inputs(own_work, self.settings))
         self._gossip.own = IngressReport(
-            self._gossip.ingress_id, own_work, self._load.num_waiting(), decision.desired_replicas
+            self._gossip.ingress_id,
+            own_work,
+            self._load.num_waiting(),
+            decision.desired_replicas,
+            self._gossip.keys_in_use(),
         )
         self._has_seen_replicas = self._has_seen_replicas or decision.inputs.num_replicas > 0
         return decision

@@ -28,7 +28,6 @@ from serve_app.jobs.client import ServeJobs
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
-from serve_app.keys.key_exchange import KeyUseExchange
 from serve_app.keys.rate_limits import KeyLimiter
 from serve_app.monitoring.http import HttpMetrics
 from serve_app.process import return_freed_memory, share_gil
@@ -66,8 +65,8 @@ class Ingress:
         )
         self._ledger = UsageLedger(clock)
         self._reporter = UsageReporter(self._ledger, self._jobs.service.report_usage)
-        self._limiter = KeyLimiter(clock.monotonic)
-        self._key_use = KeyUseExchange(self._limiter, this_replica_id(), self._routing.exchange_key_use)
+        self._limiter = KeyLimiter(clock.monotonic, self._routing.gossip.keys_of_peers)
+        self._routing.gossip.keys_in_use = self._limiter.keys_in_use
         self._loops = asyncio.create_task(self._run())
 
     async def __del__(self) -> None:
@@ -82,8 +81,6 @@ class Ingress:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._routing.run())
             tasks.create_task(self._reporter.run())
-            if self._config.ingress_settings().api_key_file is not None:
-                tasks.create_task(self._key_use.run())
 
     async def reconfigure(self, bounds: dict[str, int]) -> None:
         """Set the bounds on the number of model replicas; Serve calls it at the start and after each change.

@@ -28,8 +28,6 @@ from router.scaling.ingress_reports import (
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import log_through_serve, with_local_model, without_collection
-from serve_app.keys.key_exchange import KeyUseBoard
-from serve_app.keys.rate_limits import KeyUseReport
 from serve_app.monitoring.ray_metrics import Instruments, engine_exporter, export_forever
 
 if TYPE_CHECKING:
@@ -50,7 +48,6 @@ class Model:
         config = await asyncio.to_thread(with_local_model, config)
         self._board = IngressReportBoard(time.monotonic)
         self._ingresses = IngressLiveness(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)
-        self._key_use = KeyUseBoard(time.monotonic)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         replica = await asyncio.to_thread(
             model_replica.ModelReplica,
@@ -128,10 +125,6 @@ class Model:
         with contextlib.suppress(EngineDead):  # A dead engine reports that it takes no requests.
             self._engine.check_alive()
         return PollReply(self._engine.stats(), self._board.publish(report))
-
-    async def exchange_key_use(self, report: KeyUseReport, ranking: Sequence[str] = ()) -> tuple[KeyUseReport, ...]:
-        """Keep an ingress's use of API keys; return that of the other ingresses. `ranking` is for `RankedRouter`."""
-        return self._key_use.publish(report)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's report for `deployment_autoscaling_policy`; Serve calls it."""

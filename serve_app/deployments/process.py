@@ -8,7 +8,7 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -26,7 +26,6 @@ from router.scaling.ingress_reports import DESIRED_REPLICAS, IngressGossip
 from router.serve_router import ServeReplicaClient
 from router.types import RouterObserver
 from serve_app.config import HeadwayConfig
-from serve_app.keys.rate_limits import KeyUseReport
 from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, export_forever, registry_exporter
 from serve_app.monitoring.router import RouterCollector, RouterMetrics
@@ -61,7 +60,7 @@ class Routing:
         `backlog_source` counts work that is not yet in flow control; None: there is none.
         """
         observer = RouterMetrics(registry, config.latency_targets())
-        gossip = IngressGossip(this_replica_id())
+        self.gossip = gossip = IngressGossip(this_replica_id())
         table = LoadTable(time.monotonic, gossip.ingress_id)
         flow = make_flow(config, table, observer)
         self.queue = flow.queue
@@ -83,15 +82,6 @@ class Routing:
     def close(self) -> None:
         """Close the idle channels to the replicas, so that no replica waits for this process to stop."""
         self._client.close()
-
-    async def exchange_key_use(self, report: KeyUseReport) -> Sequence[KeyUseReport]:
-        """Tell the other ingresses this one's use of API keys; return theirs.
-
-        Raises:
-            ServingError: no model replica answers.
-        """
-        reports: Sequence[KeyUseReport] = await self._client.exchange_key_use(report)
-        return reports
 
     async def await_replica(self, limit_s: float) -> None:
         """Return once a model replica has told its card, or after `limit_s`.
