@@ -21,6 +21,8 @@ from serve_app.deployments.versions import keep_version, own_version
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
 
+_HEALTH_CHECK_PERIOD_S = 1.0
+
 
 def build(config: HeadwayConfig) -> serve.Application:
     """Build the application, for `serve run serve_app.app:build key=value` and for `args:` in a config file."""
@@ -28,12 +30,16 @@ def build(config: HeadwayConfig) -> serve.Application:
 
 
 def build_with(
-    config: HeadwayConfig, load_backend: "LoadBackend | None" = None, make_flow: MakeFlow = late_binding_flow
+    config: HeadwayConfig,
+    load_backend: "LoadBackend | None" = None,
+    make_flow: MakeFlow = late_binding_flow,
+    access_log_socket: str | None = None,
 ) -> serve.Application:
-    """Build the application with another engine backend or flow control, for tests and benchmarks.
+    """Build the application with another engine backend or flow control, or with an access log for this terminal.
 
     `load_backend` loads the backend of each engine; None: the model in torch. `make_flow` creates the flow control of
-    each ingress and of each jobs worker.
+    each ingress and of each jobs worker. `access_log_socket` is the Unix socket that the ingresses of this machine send
+    access lines to; None: there is none.
     """
     config = _with_gpus(config)
     model = serve.deployment(
@@ -76,13 +82,13 @@ def build_with(
     jobs = keep_version(jobs, own_version(of_jobs))
     ingress = keep_version(ingress, own_version(of_ingress))
     served = model.bind(of_model, load_backend)
-    return ingress.bind(of_ingress, served, jobs.bind(of_jobs, served, make_flow), make_flow)
+    return ingress.bind(of_ingress, served, jobs.bind(of_jobs, served, make_flow), make_flow, access_log_socket)
 
 
 def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:
     """Return the options that all deployments share."""
     return {
-        "health_check_period_s": config.health_check_period_s,
+        "health_check_period_s": _HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": config.health_check_timeout_s,
         "graceful_shutdown_timeout_s": config.graceful_shutdown_timeout_s,
         "graceful_shutdown_wait_loop_s": min(0.2, config.graceful_shutdown_timeout_s),

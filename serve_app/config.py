@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_args, get_type_hints
@@ -34,6 +33,7 @@ from serve_app.http.settings import IngressSettings
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.openai.request.validation import RequestLimits
+from serve_app.replaced_settings import refuse_replaced
 from serve_app.tracing.settings import TracingSettings
 
 Part = TypeVar("Part")
@@ -65,13 +65,11 @@ _LOOKAHEAD = 1
 """Requests of a band that wait in a replica for its next free slot. Without them the slot would stay empty until the
 ingress learns that it is free."""
 
+_STALL_SILENCES = 12
+"""Number of `max_replica_silence_s` after which a replica with streams counts as stalled. Most streams have left it by
+then; those of the only replica have not."""
 _CONTROL_CALLS = 64
 """Calls that a replica may hold in addition to its requests: polls, health checks, metrics, channels, ending calls."""
-
-_RENAMED = {"max_deltas_per_s": "max_stream_chunks_per_s"}
-"""Map from a former name of a field to its present name; former names are accepted with a warning."""
-_REMOVED = {"routing_policy": "least_tokens", "num_bound_early": "0"}
-"""Map from a removed field to the behaviour that is now fixed; only that value is accepted, with a warning."""
 
 _MODEL_PARTS = (ModelOptions, RunnerOptions, EngineLimits, StreamOptions)
 _ROUTING_PARTS = (FlowLimits, WatchSettings, AutoscalingSettings, RequestLimits)
@@ -132,8 +130,6 @@ class HeadwayConfig(_SettingsOfParts):
     max_replicas: int | None = Field(default=None, ge=1)
     """Most model replicas; their number follows the load if this exceeds the fewest. None: as many as there are GPUs
     for, without GPUs `num_replicas`."""
-    autoscale_interval_s: float = Field(default=0.2, gt=0)
-    """Seconds between two reports of the desired number of replicas to Serve's controller."""
     num_gpus_per_replica: float | None = Field(default=None, ge=0)
     """GPUs that Ray reserves for a model replica; of less than 1, replicas share a GPU and its memory. None: 1 if the
     cluster has GPUs, else 0."""
@@ -141,8 +137,6 @@ class HeadwayConfig(_SettingsOfParts):
     """CPUs that Ray reserves for a model replica."""
     graceful_shutdown_timeout_s: float = Field(default=20.0, gt=0)
     """Time that running requests have to finish when a replica is stopped, seconds."""
-    health_check_period_s: float = Field(default=1.0, gt=0)
-    """Seconds between two health checks of a replica."""
     health_check_timeout_s: float = Field(default=3.0, gt=0)
     """Seconds after which an unanswered health check has failed; three failures replace the replica."""
 
@@ -169,11 +163,8 @@ class HeadwayConfig(_SettingsOfParts):
     min_ingress_replicas: int | None = Field(default=None, ge=1)
     """Fewest ingress processes. None: `num_ingress_replicas`."""
     max_ingress_replicas: int | None = Field(default=None, ge=1)
-    """Most ingress processes; their number follows their load if this exceeds the fewest. None:
-    `num_ingress_replicas`."""
-    ingress_target_streams: int = Field(default=200, ge=1)
-    """Requests that one ingress should answer at once: more ingresses start above it, or above 0.7 cores of processor
-    time each. It counts only if the number of ingresses follows their load."""
+    """Most ingress processes. If this exceeds the fewest, their number follows their load: more start above 200
+    requests or 0.7 cores of processor time each. None: `num_ingress_replicas`."""
     cpus_per_ingress: float = Field(default=0.0, ge=0)
     """CPUs that Ray reserves for an ingress replica."""
     interactive_ttft_target_s: float | None = Field(default=1.0, gt=0)
@@ -212,17 +203,11 @@ class HeadwayConfig(_SettingsOfParts):
 
     @model_validator(mode="before")
     @classmethod
-    def _rename(cls, given: object) -> object:
-        """Accept former names of fields, and removed fields with their fixed value."""
-        if not isinstance(given, dict):
-            return given
-        renamed = {former: name for former, name in _RENAMED.items() if former in given and name not in given}
-        for former, name in renamed.items():
-            warnings.warn(f"{former} is called {name} now", FutureWarning, stacklevel=2)
-        removed = {name: value for name, value in _REMOVED.items() if str(given.get(name)) == value}
-        for name, value in removed.items():
-            warnings.warn(f"{name} is always {value} now", FutureWarning, stacklevel=2)
-        return {renamed.get(name, name): value for name, value in given.items() if name not in removed}
+    def _refuse_replaced(cls, given: object) -> object:
+        """Refuse former settings with the sentence that says what replaces each."""
+        if isinstance(given, dict):
+            refuse_replaced(given)
+        return given
 
     @field_validator("*", mode="before")
     @classmethod
@@ -336,7 +321,7 @@ class HeadwayConfig(_SettingsOfParts):
     def of_ingress(self) -> HeadwayConfig:
         """Return the settings that an ingress reads; all others have their defaults."""
         return self._only(
-            _ROUTING_FIELDS | {"files_url", "ingress_target_streams"},
+            _ROUTING_FIELDS | {"files_url"},
             *_ROUTING_PARTS, IngressSettings, JobsSettings, TracingSettings,
         )  # fmt: skip
 
@@ -476,7 +461,9 @@ class HeadwayConfig(_SettingsOfParts):
             limits=self._part(RequestLimits),
             tracing=self.tracing_settings(),
             server_sets_request_id=True,
+            max_queued_preparations=self.max_queued_requests,
             max_tenant_share=self._tenant_share,
+            stall_timeout_s=_STALL_SILENCES * self.watch_settings().max_replica_silence_s,
         )
 
     def tracing_settings(self) -> TracingSettings:

@@ -15,6 +15,7 @@ import yaml
 
 from serve_app.config import HeadwayConfig
 from serve_app.config_page import default_text, effect_of, sections
+from serve_app.replaced_settings import REPLACED
 
 _RECEIVER = "fields"
 """Parameter of a command that receives the fields that were given."""
@@ -32,6 +33,7 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for name, parameter in signature.parameters.items() if name != _RECEIVER]
     options = [_option(name, title) for title, names in sections().items() for name in names]
+    options += map(_replaced_option, REPLACED)
 
     @functools.wraps(command)
     def with_fields(**values: Any) -> None:
@@ -57,6 +59,14 @@ def _option(name: str, panel: str) -> inspect.Parameter:
     option = typer.Option(flag, help=help_text, rich_help_panel=panel, metavar=_metavar(name), show_default=False)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _replaced_option(name: str) -> inspect.Parameter:
+    """Return the hidden option of a former setting, whose value is refused with what replaces it."""
+    option = typer.Option("--" + name.replace("_", "-"), hidden=True)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
     )
 
 
@@ -131,10 +141,10 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
         raise ConfigError(f"{path} must map fields to values, such as `max_num_seqs: 64`")
     if "applications" in content:
         raise ConfigError(f"{path} is a config file of Ray Serve: deploy it with `serve deploy`, or give its args")
-    known = {parameter.name or "" for parameter in context.command.params}
+    known = {parameter.name or "" for parameter in context.command.params} - REPLACED.keys()
     given = {str(name).replace("-", "_"): value for name, value in content.items()}
     for name, value in given.items():
-        if name not in known:
+        if name not in known and name not in REPLACED:
             raise ConfigError(f"{path}: {unknown_field(name, known)}")
         if isinstance(value, dict) or (isinstance(value, list) and name != "served_model_name"):
             raise ConfigError(f"{path}: {name} must have one value")

@@ -5,6 +5,7 @@ No `from __future__ import annotations` here: Serve inspects the classes of depl
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -34,6 +35,9 @@ from serve_app.process import return_freed_memory, share_gil
 from serve_app.rate_limits import KeyLimiter
 from serve_app.tracing.tracer import Tracer
 
+_TARGET_STREAMS = 200
+"""Requests that one ingress should answer at once; more ingresses start above it, if their number follows their load.
+"""
 _FIRST_REPLICA_LIMIT_S = 30.0
 """Longest wait of a new ingress for the first replica that it hears of, seconds. It is shorter than a model takes to
 load: at the first start, when there is none, the ingress answers that the model loads."""
@@ -43,13 +47,19 @@ class Ingress:
     """Serve deployment around the HTTP application, which is created in the replica's process."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: HeadwayConfig, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any], make_flow: MakeFlow
+        self,
+        config: HeadwayConfig,
+        model: DeploymentHandle[Any],
+        jobs: DeploymentHandle[Any],
+        make_flow: MakeFlow,
+        access_log_socket: str | None,
     ) -> None:
         log_through_serve()
         listen_on_loopback()
         return_freed_memory()
         config = await asyncio.to_thread(with_local_model, config)
         self._config = config
+        self._settings = replace(config.ingress_settings(), access_log_socket=access_log_socket)
         self._gate = Gate()
         self._tracer = Tracer(config.tracing_settings(), "headway-ingress", this_replica_id())
         self._metrics = HttpMetrics(config.model_name)
@@ -62,7 +72,7 @@ class Ingress:
         )
         clock = Clock()
         self._load = IngressLoadMeter(
-            config.ingress_target_streams, lambda: self._gate.num_inside, clock.monotonic, time.process_time
+            _TARGET_STREAMS, lambda: self._gate.num_inside, clock.monotonic, time.process_time
         )
         self._ledger = UsageLedger(clock)
         self._reporter = UsageReporter(self._ledger, self._jobs.service.report_usage)
@@ -82,7 +92,7 @@ class Ingress:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._routing.run())
             tasks.create_task(self._reporter.run())
-            if self._config.ingress_settings().api_key_file is not None:
+            if self._settings.api_key_file is not None:
                 tasks.create_task(self._key_use.run())
 
     async def reconfigure(self, bounds: dict[str, int]) -> None:
@@ -116,7 +126,7 @@ class Ingress:
             from serve_app.ingress import Backends, create_api  # imports transformers, which takes a second
 
             api = create_api(
-                self._config.ingress_settings(),
+                self._settings,
                 Backends(
                     self._routing.dispatcher,
                     self._routing.autoscaling,

@@ -144,7 +144,7 @@ class OperationsEndpoints:
     async def drain(self, request: Request) -> Response:
         """Answer POST /v1/replicas/{id}/drain: the replica takes no more requests, and its streams leave it.
 
-        Streams that last longer than `max_drain_wait_s` go on elsewhere. Serve then replaces the replica.
+        Streams that last longer than 5 s go on elsewhere. Serve then replaces the replica.
         """
         replica_id = request.path_params["replica_id"]
         if not await self.backends.dispatcher.drain(replica_id):

@@ -16,6 +16,7 @@ from replicas.settings import settings_of
 from router.types import LatencyTargets
 from serve_app.config import PARTS, HeadwayConfig
 from serve_app.config_page import page
+from serve_app.replaced_settings import REPLACED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -153,21 +154,22 @@ def test_docs_configuration_is_generated_from_the_code():
     assert written == page(), "python -m serve_app.config_page > docs/configuration.md"
 
 
-def test_a_former_field_name_is_accepted_with_a_warning():
-    with pytest.warns(FutureWarning, match="max_deltas_per_s is called max_stream_chunks_per_s now"):
-        config = HeadwayConfig.model_validate({"max_deltas_per_s": "40"})
-    assert config.replica_options().streams.max_stream_chunks_per_s == 40
-    with pytest.raises(ValidationError, match="max_deltas_per_s"):
-        HeadwayConfig.model_validate({"max_deltas_per_s": 40, "max_stream_chunks_per_s": 50})
+@pytest.mark.parametrize("value", [None, "none", 1024])
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_former_setting_is_refused_with_what_replaces_it(name: str, value: object):
+    with pytest.raises(ValidationError, match=re.escape(f"{name} is no longer a setting. {REPLACED[name]}")):
+        HeadwayConfig.model_validate({name: value})
 
 
-def test_a_removed_field_with_a_note_is_accepted_with_a_warning():
-    with pytest.warns(FutureWarning, match="routing_policy is always least_tokens now"):
-        HeadwayConfig.model_validate({"routing_policy": "least_tokens"})
-    with pytest.warns(FutureWarning, match="num_bound_early is always 0 now"):
-        HeadwayConfig.model_validate({"num_bound_early": "0"})
-    with pytest.raises(ValidationError, match="routing_policy"):
-        HeadwayConfig.model_validate({"routing_policy": "random"})
+def test_what_replaces_a_former_setting_exists():
+    assert not REPLACED.keys() & HeadwayConfig.model_fields.keys()
+    named = {word for text in REPLACED.values() for word in re.findall(r"\b(?:[a-z]+_)+[a-z]+\b", text)}
+    assert named - HeadwayConfig.model_fields.keys() == {"least_tokens"}
+
+
+def test_several_former_settings_are_refused_at_once():
+    with pytest.raises(ValidationError, match=r"max_choices is no longer .* max_messages is no longer"):
+        HeadwayConfig.model_validate({"max_choices": 3, "max_messages": 4})
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -176,7 +178,7 @@ def test_every_setting_reaches_its_part(part):
         "kv_pressure_policy": "pause_new", "dtype": "float16", "device": "cuda", "quantization": "int8",
         "attention_backend": "triton", "kv_cache_dtype": "int8", "gpu_memory_utilization": 0.5,
         "kernel_cache_dir": "there",
-        "api_key_file": "there", "access_log_socket": "there",
+        "api_key_file": "there",
         "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
         "allowed_hosts": "there", "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
         "batch_invariant": True,

@@ -13,6 +13,7 @@ from serve_app.cli.main import app
 from serve_app.cli.ports import Address, reserved
 from serve_app.cli.serve import is_loopback
 from serve_app.config import HeadwayConfig
+from serve_app.replaced_settings import REPLACED
 from testkit.free_port import free_port
 
 
@@ -60,6 +61,8 @@ def test_an_open_port_without_keys_is_warned_of_once(tmp_path: Path) -> None:
         (["max_num_seqs="], "'max_num_seqs=' is not of the form key=value"),
         (["--max-num-seqs", "lots"], "max_num_seqs: Input should be a valid integer"),
         (["--max-num-sequences", "4"], "No such option: --max-num-sequences"),
+        (["max_choices=none"], "max_choices is no longer a setting. A request always has at most 128 choices"),
+        (["--max-choices", "3"], "max_choices is no longer a setting. A request always has at most 128 choices"),
         (["--max-num-seqs", "4", "max_num_seqs=4"], "max_num_seqs is given twice"),
         (["a-model", "--model", "b-model"], "model is given twice"),
         (["--max-num-batched-tokens", "32"], "max_num_batched_tokens (32) must exceed max_num_seqs (32)"),
@@ -124,6 +127,13 @@ def test_each_field_is_an_option_with_its_docstring() -> None:
     for name, field in HeadwayConfig.model_fields.items():
         assert f"--{name.replace('_', '-')}" in shown
         assert " ".join((field.description or "").split())[:60] in shown
+    assert not [name for name in REPLACED if f"--{name.replace('_', '-')}" in shown.split()]
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_the_option_of_a_former_setting_is_refused_with_what_replaces_it(name: str) -> None:
+    refused = CliRunner().invoke(app, ["serve", f"--{name.replace('_', '-')}", "none"])
+    assert (refused.exit_code, refused.stderr) == (2, f"error: {name} is no longer a setting. {REPLACED[name]}\n")
 
 
 def test_options_set_fields_of_every_kind() -> None:
@@ -165,6 +175,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ("a: [", "cannot be read"),
         ("applications: []", "is a config file of Ray Serve"),
         ("max_num_seqs: [1, 2]", "max_num_seqs must have one value"),
+        ("max_choices:", "max_choices is no longer a setting. A request always has at most 128 choices"),
     ],
 )
 def test_a_mistake_in_the_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
