@@ -3,6 +3,7 @@
 No `from __future__ import annotations` here: Serve reads the annotation of `build` at run time.
 """
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -61,7 +62,7 @@ def build_with(
         name="Ingress",
         max_ongoing_requests=config.max_ongoing_requests_per_ingress,
         ray_actor_options={"num_cpus": config.cpus_per_ingress},
-        user_config=config.replica_bounds(),
+        user_config=asdict(config.replica_bounds()),
         # A new ingress starts beside the old one, unless Ray has to reserve CPUs for it, which may not be free.
         max_surge_percent=0 if config.cpus_per_ingress else 100,
         **num_ingresses(config),
@@ -72,7 +73,7 @@ def build_with(
         name="Jobs",
         max_ongoing_requests=config.max_ongoing_requests_for_jobs,
         ray_actor_options={"num_cpus": config.cpus_per_jobs},
-        user_config={**config.replica_bounds(), "num_jobs_workers": config.num_jobs_workers},
+        user_config={**asdict(config.replica_bounds()), "num_jobs_workers": config.num_jobs_workers},
         **num_fixed_replicas(config, config.num_jobs_workers),
         **_lifecycle(config),
     )

@@ -12,7 +12,10 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    PlainSerializer,
+    PlainValidator,
     ValidationInfo,
+    WithJsonSchema,
     create_model,
     field_validator,
     model_validator,
@@ -26,9 +29,10 @@ from replicas.protocol import Band
 from replicas.settings import settings_of
 from router.flow.flow_control import FlowLimits
 from router.flow.flow_queue import BandLimits
-from router.scaling.autoscaling import AutoscalingSettings
+from router.scaling.autoscaling import AutoscalingSettings, DownscaleDelay, ReplicaBounds
 from router.types import LatencyTargets
 from router.watch import WatchSettings
+from serve_app.compound_settings import BandQueues, BandTargets, BandWaits, read_downscale_delay
 from serve_app.http.settings import IngressSettings
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.webhooks.addresses import AllowedHosts
@@ -74,11 +78,8 @@ _CONTROL_CALLS = 64
 _MODEL_PARTS = (ModelOptions, RunnerOptions, EngineLimits, StreamOptions)
 _ROUTING_PARTS = (FlowLimits, WatchSettings, AutoscalingSettings, RequestLimits)
 _ROUTING_FIELDS = {
-    "model", "served_model_name", "enable_prefix_caching", "max_queued_requests", "max_queued_tokens",
-    "max_queued_batch_requests", "max_queued_batch_tokens", "max_tenant_queue_share", "max_starvation_s",
-    "max_interactive_wait_s", "max_standard_wait_s", "interactive_ttft_target_s", "interactive_tpot_target_s",
-    "standard_ttft_target_s", "standard_tpot_target_s", "batch_ttft_target_s", "batch_tpot_target_s",
-    "load_poll_period_s", "data_dir", "webhook_allowed_hosts",
+    "model", "served_model_name", "enable_prefix_caching", "max_queue", "max_tenant_queue_share", "max_starvation_s",
+    "max_wait_s", "slo", "load_poll_period_s", "data_dir", "webhook_allowed_hosts",
 }  # fmt: skip
 """Fields of `HeadwayConfig` that every process with a router reads."""
 _HTTP_SETTINGS_OF_JOBS = {"api_key_file", "max_body_bytes", "num_tokenizer_threads", "tool_call_parser"}
@@ -86,6 +87,12 @@ _HTTP_SETTINGS_OF_JOBS = {"api_key_file", "max_body_bytes", "num_tokenizer_threa
 _PLAIN = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 _Bytes = Annotated[ByteSize, AfterValidator(int)]
 """A number of bytes, also with a unit."""
+_TEXT = (PlainSerializer(str), WithJsonSchema({"type": "string"}))
+_Targets = Annotated[BandTargets, PlainValidator(BandTargets.read), *_TEXT]
+_Queues = Annotated[BandQueues, PlainValidator(BandQueues.read), *_TEXT]
+_Waits = Annotated[BandWaits, PlainValidator(BandWaits.read), *_TEXT]
+_READ = {DownscaleDelay: Annotated[DownscaleDelay, PlainValidator(read_downscale_delay), *_TEXT]}
+"""Types of settings of the parts that are read from a text, by their own type."""
 
 
 def _fields_of_parts() -> dict[str, Any]:
@@ -96,7 +103,7 @@ def _fields_of_parts() -> dict[str, Any]:
     for part in PARTS:
         types, texts = get_type_hints(part), schema[part.__name__]["properties"]
         for name, (default, bounds) in settings_of(part).items():
-            value_type = _Bytes if name.endswith("_bytes") else types[name]
+            value_type = _Bytes if name.endswith("_bytes") else _READ.get(types[name], types[name])
             made[name] = (value_type, Field(default, description=texts[name]["description"], **bounds))
     return made
 
@@ -140,23 +147,17 @@ class HeadwayConfig(_SettingsOfParts):
     health_check_timeout_s: float = Field(default=3.0, gt=0)
     """Seconds after which an unanswered health check has failed; three failures replace the replica."""
 
-    max_queued_requests: int = Field(default=1024, ge=1)
-    """Most sequences of the band `interactive` that wait in one ingress, and as many of `standard`; beyond it 429."""
-    max_queued_tokens: int = Field(default=4_000_000, ge=1)
-    """Most tokens of these sequences, prompt and expected output; beyond it 429."""
-    max_queued_batch_requests: int = Field(default=16_384, ge=1)
-    """Most sequences of the band `batch` that wait in one ingress; beyond it 429."""
-    max_queued_batch_tokens: int = Field(default=64_000_000, ge=1)
-    """Most tokens of these sequences, prompt and expected output; beyond it 429."""
+    max_queue: _Queues = BandQueues()
+    """Most sequences of each band that wait in one ingress, and most tokens of them, prompt and expected output; beyond
+    either 429. Its forms are those of `slo`."""
     max_tenant_queue_share: float = Field(default=0.5, gt=0, le=1)
     """Most of a band's queue, in requests and in tokens, that one tenant may fill, as a share; beyond it 429. It needs
     `api_key_file`: without keys all requests are of one tenant, or of as many as clients name."""
     max_starvation_s: float = Field(default=30.0, gt=0)
     """Longest time that a waiting band goes without a first token, seconds, while replicas finish sequences."""
-    max_interactive_wait_s: float | None = Field(default=10.0, gt=0)
-    """Longest predicted wait of an interactive request, seconds; beyond it 429. None: it waits."""
-    max_standard_wait_s: float | None = Field(default=60.0, gt=0)
-    """Longest predicted wait of a request of the band `standard`, seconds; beyond it 429. None: it waits."""
+    max_wait_s: _Waits = BandWaits()
+    """Longest predicted wait of a request of each band, seconds; beyond it 429. None: it waits. Its forms are those of
+    `slo`."""
 
     num_ingress_replicas: int = Field(default=1, ge=1)
     """HTTP ingress processes, at the start if their number follows the load."""
@@ -167,19 +168,11 @@ class HeadwayConfig(_SettingsOfParts):
     requests or 0.7 cores of processor time each. None: `num_ingress_replicas`."""
     cpus_per_ingress: float = Field(default=0.0, ge=0)
     """CPUs that Ray reserves for an ingress replica."""
-    interactive_ttft_target_s: float | None = Field(default=1.0, gt=0)
-    """Target for the time to first token of the band `interactive`, seconds. None: no target. Targets neither refuse
-    nor order requests; `headway:slo_attained_total` and `headway:goodput_tokens_total` count what met them."""
-    interactive_tpot_target_s: float | None = Field(default=0.15, gt=0)
-    """Target for the mean time between output tokens of the band `interactive`, seconds. None: no target."""
-    standard_ttft_target_s: float | None = Field(default=5.0, gt=0)
-    """Target for the time to first token of the band `standard`, seconds. None: no target."""
-    standard_tpot_target_s: float | None = Field(default=0.25, gt=0)
-    """Target for the mean time between output tokens of the band `standard`, seconds. None: no target."""
-    batch_ttft_target_s: float | None = Field(default=None, gt=0)
-    """Target for the time to first token of the band `batch`, seconds. None: no target."""
-    batch_tpot_target_s: float | None = Field(default=None, gt=0)
-    """Target for the mean time between output tokens of the band `batch`, seconds. None: no target."""
+    slo: _Targets = BandTargets()
+    """Targets of each band for the time to first token and for the mean time between output tokens, seconds; either may
+    be none. In YAML `{interactive: [1, 0.15], batch: none}`. Bands that are not named keep their defaults. Targets
+    neither refuse nor order requests; `headway:slo_attained_total` and `headway:goodput_tokens_total` count what met
+    them."""
     load_poll_period_s: float = Field(default=1.0, gt=0)
     """Seconds between two polls of every model replica's load by an ingress."""
 
@@ -247,6 +240,7 @@ class HeadwayConfig(_SettingsOfParts):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        self.replica_bounds()
         self.autoscaling_settings()
         self.ingress_settings()
         if not self.fewest_ingresses <= self.num_ingress_replicas <= self.most_ingresses:
@@ -313,7 +307,7 @@ class HeadwayConfig(_SettingsOfParts):
 
     def of_model(self) -> HeadwayConfig:
         """Return the settings that a model replica reads; all others have their defaults."""
-        names = {"model", "max_queued_tokens", "max_starvation_s", "cpus_per_replica", "load_poll_period_s"}
+        names = {"model", "max_queue", "max_starvation_s", "cpus_per_replica", "load_poll_period_s"}
         names.add("num_gpus_per_replica")
         own = self._only(names, *_MODEL_PARTS)
         return own.model_copy(update={"num_ingress_replicas": self.max_known_ingresses})
@@ -330,13 +324,9 @@ class HeadwayConfig(_SettingsOfParts):
         names = {"files_url", "database_url", "webhook_secret", *_HTTP_SETTINGS_OF_JOBS}
         return self._only(_ROUTING_FIELDS | names, *_ROUTING_PARTS, JobsSettings, TracingSettings)
 
-    def replica_bounds(self) -> dict[str, int]:
+    def replica_bounds(self) -> ReplicaBounds:
         """Return the bounds on the number of model replicas, which may change while the processes run."""
-        return {
-            "min_replicas": self.effective_min_replicas,
-            "max_replicas": self.effective_max_replicas,
-            "num_replicas": self.num_replicas,
-        }
+        return ReplicaBounds(self.effective_min_replicas, self.effective_max_replicas, self.num_replicas)
 
     def _only(self, names: set[str], *parts: type) -> HeadwayConfig:
         names = names.union(*(settings_of(part) for part in parts))
@@ -395,7 +385,7 @@ class HeadwayConfig(_SettingsOfParts):
     @property
     def max_ongoing_requests_per_ingress(self) -> int:
         """Most calls to one ingress; above the capacity of all queues, so that Serve's proxy never queues requests."""
-        waiting = self.max_queued_requests * (len(Band) - 1) + self.max_queued_batch_requests
+        waiting = sum(limit.max_requests for limit in self.max_queue.by_band().values())
         return self.max_ongoing_requests_per_replica * self.effective_max_replicas + waiting + _CONTROL_CALLS
 
     @property
@@ -405,15 +395,12 @@ class HeadwayConfig(_SettingsOfParts):
 
     def flow_limits(self) -> FlowLimits:
         """Compose the limits of the requests that wait in an ingress."""
-        share = self._tenant_share
-        usual = BandLimits(self.max_queued_requests, self.max_queued_tokens, max_tenant_share=share)
-        batch = BandLimits(self.max_queued_batch_requests, self.max_queued_batch_tokens, max_tenant_share=share)
+        waits = self.max_wait_s.by_band()
         return self._part(
             FlowLimits,
             bands={
-                Band.INTERACTIVE: replace(usual, max_wait_s=self.max_interactive_wait_s),
-                Band.STANDARD: replace(usual, max_wait_s=self.max_standard_wait_s),
-                Band.BATCH: batch,
+                band: BandLimits(limit.max_requests, limit.max_tokens, waits[band], self._tenant_share)
+                for band, limit in self.max_queue.by_band().items()
             },
             promote_after_s=_PROMOTE_SHARE * self.max_starvation_s,
             lookahead=_LOOKAHEAD,
@@ -421,20 +408,11 @@ class HeadwayConfig(_SettingsOfParts):
 
     def latency_targets(self) -> dict[Band, LatencyTargets]:
         """Compose the latency targets of each band."""
-        return {
-            Band.INTERACTIVE: LatencyTargets(self.interactive_ttft_target_s, self.interactive_tpot_target_s),
-            Band.STANDARD: LatencyTargets(self.standard_ttft_target_s, self.standard_tpot_target_s),
-            Band.BATCH: LatencyTargets(self.batch_ttft_target_s, self.batch_tpot_target_s),
-        }
+        return self.slo.by_band()
 
     def autoscaling_settings(self) -> AutoscalingSettings:
         """Compose the settings of the autoscaler."""
-        return self._part(
-            AutoscalingSettings,
-            min_replicas=self.effective_min_replicas,
-            max_replicas=self.effective_max_replicas,
-            num_replicas=self.num_replicas,
-        )
+        return self._part(AutoscalingSettings)
 
     def watch_settings(self) -> WatchSettings:
         """Compose the settings of an ingress's polls, and of the streams that leave a replica."""
@@ -461,7 +439,7 @@ class HeadwayConfig(_SettingsOfParts):
             limits=self._part(RequestLimits),
             tracing=self.tracing_settings(),
             server_sets_request_id=True,
-            max_queued_preparations=self.max_queued_requests,
+            max_queued_preparations=self.max_queue.interactive.max_requests,
             max_tenant_share=self._tenant_share,
             stall_timeout_s=_STALL_SILENCES * self.watch_settings().max_replica_silence_s,
         )
@@ -475,7 +453,7 @@ class HeadwayConfig(_SettingsOfParts):
         return self._part(
             EngineLimits,
             max_queued_requests=self.max_queued_requests_per_replica,
-            max_queued_tokens=self.max_queued_tokens,
+            max_queued_tokens=max(self.max_queue.interactive.max_tokens, self.max_queue.standard.max_tokens),
             promote_after_s=_PROMOTE_SHARE * self.max_starvation_s,
         )
 

@@ -24,7 +24,7 @@ MIN_REPLICAS, MAX_REPLICAS = 1, 6
 _NUM_SLOTS = 16
 _LOOK_PERIOD_S = 0.1
 # On two cores a replica takes half a minute to start; requests that wait for it must not be refused.
-_PATIENCE = {"max_standard_wait_s": 600.0}
+_PATIENCE = {"max_wait_s": "standard=600"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ import pydantic
 import typer
 import yaml
 
+from serve_app.compound_settings import as_text
 from serve_app.config import HeadwayConfig
-from serve_app.config_page import default_text, effect_of, sections
+from serve_app.config_page import default_text, effect_of, form_of, sections
 from serve_app.replaced_settings import REPLACED
 
 _RECEIVER = "fields"
@@ -78,6 +79,8 @@ def _metavar(name: str) -> str | None:
         return "|".join(get_args(annotation))
     if name.endswith("_bytes"):
         return "SIZE"
+    if form_of(name) is not None:
+        return form_of(name)
     return {bool: None, int: "INTEGER", float: "NUMBER"}.get(kinds[0], "TEXT")
 
 
@@ -146,7 +149,8 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     for name, value in given.items():
         if name not in known and name not in REPLACED:
             raise ConfigError(f"{path}: {unknown_field(name, known)}")
-        if isinstance(value, dict) or (isinstance(value, list) and name != "served_model_name"):
+        has_parts = name in HeadwayConfig.model_fields and form_of(name) is not None
+        if not has_parts and (isinstance(value, dict) or (isinstance(value, list) and name != "served_model_name")):
             raise ConfigError(f"{path}: {name} must have one value")
     context.default_map = {name: _as_given(name, value) for name, value in given.items()}
     return path
@@ -156,4 +160,4 @@ def _as_given(name: str, value: object) -> object:
     """Return a value of YAML as on the command line."""
     if name == "served_model_name":
         return [str(each) for each in value] if isinstance(value, list) else [str(value)]
-    return "none" if value is None else value
+    return as_text(value) if value is None or isinstance(value, dict | list) else value

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
 from replicas.clock import Clock
+from router.scaling.autoscaling import ReplicaBounds
 from router.scaling.ingress_load import INGRESS_LOAD, IngressLoadMeter
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.loopback import listen_on_loopback
@@ -100,7 +101,7 @@ class Ingress:
 
         The ingress is not ready before it ends: at the start it waits for the first replica that it hears of.
         """
-        self._routing.change_bounds(bounds)
+        self._routing.change_bounds(ReplicaBounds(**bounds))
         if bounds["min_replicas"] > 0:
             await self._routing.await_replica(_FIRST_REPLICA_LIMIT_S)
 

@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from replicas.clock import Clock
 from replicas.protocol import Metric
+from router.scaling.autoscaling import ReplicaBounds
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import (
@@ -124,7 +125,7 @@ class Jobs:
         """
         bounds = dict(numbers)
         self._num_workers = bounds.pop("num_jobs_workers")
-        self._routing.change_bounds(bounds)
+        self._routing.change_bounds(ReplicaBounds(**bounds))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this process's report for `application_autoscaling_policy`; Serve calls it."""

@@ -91,7 +91,7 @@ class OperationsEndpoints:
         try:
             await self.model.refresh()
         except NoReplicaAvailable:
-            if self.backends.autoscaling is None or self.backends.autoscaling.settings.min_replicas > 0:
+            if self.backends.autoscaling is None or self.backends.autoscaling.bounds.min_replicas > 0:
                 raise
             await self.model.card()
         views = self.backends.dispatcher.load()

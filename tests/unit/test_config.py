@@ -13,6 +13,7 @@ from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import StreamOptions
 from replicas.protocol import Band
 from replicas.settings import settings_of
+from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
 from serve_app.config import PARTS, HeadwayConfig
 from serve_app.config_page import page
@@ -26,6 +27,9 @@ HOMONYMS = {
     ("EngineLimits", "max_queued_requests"),  # of the engine's own short queue; the setting is an ingress's
     ("EngineLimits", "max_queued_tokens"),
     ("ReplicaStats", "block_size"),  # a report of the value in use
+    ("BandLimits", "max_wait_s"),  # of one band
+    ("Headroom", "max_wait_s"),
+    ("WorkLimits", "max_wait_s"),  # for a thread
     ("TokenizeBody", "model"),  # of a request
     ("DetokenizeBody", "model"),
     ("UsageListQuery", "model"),
@@ -184,6 +188,7 @@ def test_every_setting_reaches_its_part(part):
         "batch_invariant": True,
         "generation_config": "vllm", "allowed_origins": "null",
         "tool_call_parser": "hermes", "prefix_cache_scope": "shared",
+        "downscale_delay_s": DownscaleDelay(7.0),
         "otlp_traces_endpoint": "http://there", "trace_sampling_ratio": 0.5, "trace_prompts": True,
     }  # fmt: skip
     values = {name: other_than_7.get(name, 7) for name in settings_of(part)}
@@ -226,7 +231,12 @@ def test_replicas_are_given_what_follows_from_other_settings():
 @pytest.mark.parametrize("num_ingress_replicas", [1, 4])
 def test_serve_refuses_later_than_the_engine(num_ingress_replicas):
     config = HeadwayConfig.model_validate(
-        {"max_num_seqs": 4, "max_queued_requests": 10, "num_replicas": 3, "num_ingress_replicas": num_ingress_replicas}
+        {
+            "max_num_seqs": 4,
+            "max_queue": "interactive=10/4000000",
+            "num_replicas": 3,
+            "num_ingress_replicas": num_ingress_replicas,
+        }
     )
     assert config.max_ongoing_requests_per_replica > 4 + config.engine_limits().max_queued_requests
     may_wait = sum(limits.max_requests for limits in config.flow_limits().bands.values())
@@ -259,7 +269,7 @@ def test_a_tenants_share_of_a_queue_needs_keys(fields: dict[str, str], share: fl
 
 
 def test_latency_targets_are_per_band_and_may_be_none():
-    targets = HeadwayConfig.model_validate({"interactive_ttft_target_s": "0.5", "standard_tpot_target_s": "none"})
+    targets = HeadwayConfig.model_validate({"slo": "interactive=0.5/0.15,standard=5/none"})
     assert targets.latency_targets() == {
         Band.INTERACTIVE: LatencyTargets(ttft_s=0.5, tpot_s=0.15),
         Band.STANDARD: LatencyTargets(ttft_s=5.0, tpot_s=None),
