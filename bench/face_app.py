@@ -26,6 +26,7 @@ from serve_app.config import HeadwayConfig
 from serve_app.deployments import process
 from serve_app.http.request_registry import RequestRegistry
 from serve_app.metrics import HttpMetrics, OutputMetrics
+from serve_app.process_settings import RoutingSettings
 from testkit.engine.timed_runner import STEP_TIMES
 
 if TYPE_CHECKING:
@@ -72,10 +73,10 @@ class SwitchedFlow:
 
     path: str
 
-    def __call__(self, config: HeadwayConfig, table: "LoadTable", observer: "RouterObserver") -> "FlowController":
+    def __call__(self, settings: RoutingSettings, table: "LoadTable", observer: "RouterObserver") -> "FlowController":
         """Return the flow control."""
         Switch(Path(self.path)).install()
-        return process.late_binding_flow(config, table, observer)
+        return process.late_binding_flow(settings, table, observer)
 
 
 class Switch:

@@ -78,12 +78,13 @@ def build_with(
         **_lifecycle(config),
     )
     # Each is bound to the settings that it reads, so that a change of others does not replace its processes.
-    of_model, of_jobs, of_ingress = config.of_model(), config.of_jobs(), config.of_ingress()
+    of_model, of_jobs = config.model_process(), config.jobs_process()
+    of_ingress = config.ingress_process(access_log_socket)
     model = keep_version(model, own_version(of_model))
     jobs = keep_version(jobs, own_version(of_jobs))
     ingress = keep_version(ingress, own_version(of_ingress))
     served = model.bind(of_model, load_backend)
-    return ingress.bind(of_ingress, served, jobs.bind(of_jobs, served, make_flow), make_flow, access_log_socket)
+    return ingress.bind(of_ingress, served, jobs.bind(of_jobs, served, make_flow), make_flow)
 
 
 def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:

@@ -30,13 +30,13 @@ from replicas.settings import settings_of
 from router.flow.flow_control import FlowLimits
 from router.flow.flow_queue import BandLimits
 from router.scaling.autoscaling import AutoscalingSettings, DownscaleDelay, ReplicaBounds
-from router.types import LatencyTargets
 from router.watch import WatchSettings
 from serve_app.compound_settings import BandQueues, BandTargets, BandWaits, read_downscale_delay
 from serve_app.http.settings import IngressSettings
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.openai.request.validation import RequestLimits
+from serve_app.process_settings import IngressProcess, JobsProcess, LineSettings, ModelProcess, RoutingSettings
 from serve_app.replaced_settings import refuse_replaced
 from serve_app.tracing.settings import TracingSettings
 
@@ -74,15 +74,6 @@ _STALL_SILENCES = 12
 then; those of the only replica have not."""
 _CONTROL_CALLS = 64
 """Calls that a replica may hold in addition to its requests: polls, health checks, metrics, channels, ending calls."""
-
-_MODEL_PARTS = (ModelOptions, RunnerOptions, EngineLimits, StreamOptions)
-_ROUTING_PARTS = (FlowLimits, WatchSettings, AutoscalingSettings, RequestLimits)
-_ROUTING_FIELDS = {
-    "model", "served_model_name", "enable_prefix_caching", "max_queue", "max_tenant_queue_share", "max_starvation_s",
-    "max_wait_s", "slo", "load_poll_period_s", "data_dir", "webhook_allowed_hosts",
-}  # fmt: skip
-"""Fields of `HeadwayConfig` that every process with a router reads."""
-_HTTP_SETTINGS_OF_JOBS = {"api_key_file", "max_body_bytes", "num_tokenizer_threads", "tool_call_parser"}
 
 _PLAIN = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 _Bytes = Annotated[ByteSize, AfterValidator(int)]
@@ -286,14 +277,17 @@ class HeadwayConfig(_SettingsOfParts):
     @property
     def model_names(self) -> tuple[str, ...]:
         """Names of the model that requests may use."""
-        if self.served_model_name is not None:
-            return tuple(self.served_model_name.split(","))
+        return (self._name_of_model,) if self.served_model_name is None else tuple(self.served_model_name.split(","))
+
+    @property
+    def _name_of_model(self) -> str:
+        """Name of the model if `served_model_name` gives it no other."""
         if self.model is None:
-            return (DEMO_MODEL_NAME,)
+            return DEMO_MODEL_NAME
         path = Path(self.model)
         if path.suffix == ".gguf":
-            return (path.stem,)
-        return (path.name if path.is_dir() else self.model,)
+            return path.stem
+        return path.name if path.is_dir() else self.model
 
     @property
     def jobs_database_url(self) -> str:
@@ -305,32 +299,52 @@ class HeadwayConfig(_SettingsOfParts):
         """URL of the folder that holds the bytes of files, for fsspec."""
         return self.files_url or f"{self.data_dir}/files"
 
-    def of_model(self) -> HeadwayConfig:
-        """Return the settings that a model replica reads; all others have their defaults."""
-        names = {"model", "max_queue", "max_starvation_s", "cpus_per_replica", "load_poll_period_s"}
-        names.add("num_gpus_per_replica")
-        own = self._only(names, *_MODEL_PARTS)
-        return own.model_copy(update={"num_ingress_replicas": self.max_known_ingresses})
+    def model_process(self) -> ModelProcess:
+        """Compose the settings of a model replica."""
+        replica = self.replica_options().with_gpus(self.num_gpus_per_replica or 0.0)
+        return ModelProcess(self._name_of_model, replica, self.load_poll_period_s)
 
-    def of_ingress(self) -> HeadwayConfig:
-        """Return the settings that an ingress reads; all others have their defaults."""
-        return self._only(
-            _ROUTING_FIELDS | {"files_url"},
-            *_ROUTING_PARTS, IngressSettings, JobsSettings, TracingSettings,
-        )  # fmt: skip
+    def ingress_process(self, access_log_socket: str | None = None) -> IngressProcess:
+        """Compose the settings of an ingress, which sends access lines to the given Unix socket; None: to none."""
+        return IngressProcess(
+            routing=self.routing_settings(),
+            http=replace(self.ingress_settings(), access_log_socket=access_log_socket),
+            jobs=self.jobs_settings(),
+            files_url=self.jobs_files_url,
+            webhook_allowed_hosts=self.webhook_allowed_hosts,
+        )
 
-    def of_jobs(self) -> HeadwayConfig:
-        """Return the settings that a jobs worker reads; all others have their defaults."""
-        names = {"files_url", "database_url", "webhook_secret", *_HTTP_SETTINGS_OF_JOBS}
-        return self._only(_ROUTING_FIELDS | names, *_ROUTING_PARTS, JobsSettings, TracingSettings)
+    def jobs_process(self) -> JobsProcess:
+        """Compose the settings of a jobs worker."""
+        http = self.ingress_settings()
+        return JobsProcess(
+            routing=self.routing_settings(),
+            jobs=self.jobs_settings(),
+            lines=LineSettings(
+                http.model, http.limits, http.num_tokenizer_threads, http.work_limits, http.tool_call_parser
+            ),
+            tracing=self.tracing_settings(),
+            data_dir=self.data_dir,
+            database_url=self.jobs_database_url,
+            files_url=self.jobs_files_url,
+            webhook_secret=self.webhook_secret,
+            webhook_allowed_hosts=self.webhook_allowed_hosts,
+        )
+
+    def routing_settings(self) -> RoutingSettings:
+        """Compose the settings of the router in an ingress or a jobs worker."""
+        return RoutingSettings(
+            model_name=self.model_name,
+            flow=self.flow_limits(),
+            watch=self.watch_settings(),
+            autoscaling=self.autoscaling_settings(),
+            targets=self.slo.by_band(),
+            has_prefix_cache=self.engine_limits().enable_prefix_caching,
+        )
 
     def replica_bounds(self) -> ReplicaBounds:
         """Return the bounds on the number of model replicas, which may change while the processes run."""
         return ReplicaBounds(self.effective_min_replicas, self.effective_max_replicas, self.num_replicas)
-
-    def _only(self, names: set[str], *parts: type) -> HeadwayConfig:
-        names = names.union(*(settings_of(part) for part in parts))
-        return HeadwayConfig.model_construct(**{name: getattr(self, name) for name in sorted(names)})
 
     @property
     def effective_min_replicas(self) -> int:
@@ -406,10 +420,6 @@ class HeadwayConfig(_SettingsOfParts):
             lookahead=_LOOKAHEAD,
         )
 
-    def latency_targets(self) -> dict[Band, LatencyTargets]:
-        """Compose the latency targets of each band."""
-        return self.slo.by_band()
-
     def autoscaling_settings(self) -> AutoscalingSettings:
         """Compose the settings of the autoscaler."""
         return self._part(AutoscalingSettings)
@@ -417,10 +427,6 @@ class HeadwayConfig(_SettingsOfParts):
     def watch_settings(self) -> WatchSettings:
         """Compose the settings of an ingress's polls, and of the streams that leave a replica."""
         return self._part(WatchSettings, poll_period_s=self.load_poll_period_s)
-
-    def allowed_webhook_hosts(self) -> AllowedHosts:
-        """Return the hosts that may receive webhooks although they are not public."""
-        return AllowedHosts.parse(self.webhook_allowed_hosts)
 
     def jobs_settings(self) -> JobsSettings:
         """Compose the settings of a jobs worker."""

@@ -4,5 +4,5 @@ Read `model.py` first. May import `replicas.clock`, `replicas.errors`, `replicas
 `replicas.protocol`, `replicas.transport`, `router`, `serve_app.config`, `serve_app.http`, `serve_app.ingress`,
 `serve_app.jobs`,
 `serve_app.key_exchange`, `serve_app.metrics`, `serve_app.models`, `serve_app.openai`, `serve_app.process`,
-`serve_app.rate_limits`, `serve_app.tracing`.
+`serve_app.process_settings`, `serve_app.rate_limits`, `serve_app.tracing`.
 """

@@ -5,7 +5,6 @@ No `from __future__ import annotations` here: Serve inspects the classes of depl
 
 import asyncio
 import time
-from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,14 +13,12 @@ from ray.serve.handle import DeploymentHandle
 from replicas.clock import Clock
 from router.scaling.autoscaling import ReplicaBounds
 from router.scaling.ingress_load import INGRESS_LOAD, IngressLoadMeter
-from serve_app.config import HeadwayConfig
 from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import (
     MakeFlow,
     Routing,
     log_through_serve,
     this_replica_id,
-    with_local_model,
     without_collection,
 )
 from serve_app.http.gate import Gate
@@ -29,10 +26,13 @@ from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.client import ServeJobs
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.usage import UsageLedger, UsageReporter
+from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.key_exchange import KeyUseExchange
 from serve_app.metrics import HttpMetrics
+from serve_app.models.gguf import local_checkpoint
 from serve_app.process import return_freed_memory, share_gil
+from serve_app.process_settings import IngressProcess
 from serve_app.rate_limits import KeyLimiter
 from serve_app.tracing.tracer import Tracer
 
@@ -48,28 +48,22 @@ class Ingress:
     """Serve deployment around the HTTP application, which is created in the replica's process."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self,
-        config: HeadwayConfig,
-        model: DeploymentHandle[Any],
-        jobs: DeploymentHandle[Any],
-        make_flow: MakeFlow,
-        access_log_socket: str | None,
+        self, settings: IngressProcess, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
         listen_on_loopback()
         return_freed_memory()
-        config = await asyncio.to_thread(with_local_model, config)
-        self._config = config
-        self._settings = replace(config.ingress_settings(), access_log_socket=access_log_socket)
+        settings = settings.with_model(await asyncio.to_thread(local_checkpoint, settings.model_path))
+        self._settings = settings
         self._gate = Gate()
-        self._tracer = Tracer(config.tracing_settings(), "headway-ingress", this_replica_id())
-        self._metrics = HttpMetrics(config.model_name)
-        self._routing = Routing(config, model, self._metrics.registry, make_flow)
+        self._tracer = Tracer(settings.http.tracing, "headway-ingress", this_replica_id())
+        self._metrics = HttpMetrics(settings.http.served_model_name)
+        self._routing = Routing(settings.routing, model, self._metrics.registry, make_flow)
         self._jobs = JobsAccess(
             ServeJobs(jobs),
-            FsspecStore(config.jobs_files_url),
-            WebhookGuard(config.allowed_webhook_hosts(), SystemResolver()),
-            config.jobs_settings(),
+            FsspecStore(settings.files_url),
+            WebhookGuard(AllowedHosts.parse(settings.webhook_allowed_hosts), SystemResolver()),
+            settings.jobs,
         )
         clock = Clock()
         self._load = IngressLoadMeter(
@@ -93,7 +87,7 @@ class Ingress:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._routing.run())
             tasks.create_task(self._reporter.run())
-            if self._settings.api_key_file is not None:
+            if self._settings.http.api_key_file is not None:
                 tasks.create_task(self._key_use.run())
 
     async def reconfigure(self, bounds: dict[str, int]) -> None:
@@ -127,12 +121,12 @@ class Ingress:
             from serve_app.ingress import Backends, create_api  # imports transformers, which takes a second
 
             api = create_api(
-                self._settings,
+                self._settings.http,
                 Backends(
                     self._routing.dispatcher,
                     self._routing.autoscaling,
                     self._jobs,
-                    self._config.latency_targets(),
+                    self._settings.routing.targets,
                     self._ledger,
                     self._limiter,
                 ),
