@@ -206,7 +206,7 @@ class Dispatcher:
             await asyncio.sleep(WATCH_PERIOD_S)
             for replica_id in self._watch.tick(self._table.cluster().num_free_slots):
                 self._flow.forget(replica_id)
-            self._watch.recall(self._flow.misplaced())
+            self._watch.recall(self._flow.to_rebalance())
 
     async def _try_refresh(self) -> None:
         try:

@@ -24,8 +24,8 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class FairPlaces:
-    """Slots on a full replica that tenants with more than their fair share of a band's slots give up to others."""
+class PreemptibleSlots:
+    """Slots on a full replica that tenants with more than their fair share of a band's slots yield to others."""
 
     of_newcomer: int
     """Slots for a tenant without a request there, at least one."""
@@ -40,9 +40,9 @@ class FairPlaces:
         """Return the number of slots for a tenant."""
         return self.by_tenant.get(tenant, self.of_newcomer)
 
-    def max_tokens(self, num_places: int) -> int:
+    def max_tokens(self, num_slots: int) -> int:
         """Return the most tokens of a request that finds blocks when so many slots have come free."""
-        return self.num_free_tokens + num_places * self.num_mean_tokens
+        return self.num_free_tokens + num_slots * self.num_mean_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,10 @@ class ReplicaView:
         num_blocks = min(self.stats.num_blocks, self.stats.num_free_blocks + held_below)
         return num_blocks * self.stats.block_size - self.unseen_tokens
 
-    def fair_places(self, band: Band) -> FairPlaces | None:
-        """Return the slots of `band` that other tenants would give up for a tenant's fair share; None: nobody would.
+    def preemptible_slots(self, band: Band) -> PreemptibleSlots | None:
+        """Return the slots of `band` that other tenants would yield for a tenant's fair share; None: nobody would.
 
-        While a slot is free, no tenant gives one up. Only this ingress's requests are known by tenant. Those of other
+        While a slot is free, no tenant yields one. Only this ingress's requests are known by tenant. Those of other
         ingresses keep their slots. While no request waits on the replica, a new tenant still gets one of them: the
         engine knows all tenants and decides. The cost grows with the number of tenants on the replica.
         """
@@ -103,22 +103,22 @@ class ReplicaView:
         if num_slots <= 0:
             return None
         if self.own_by_band[band] == self.num_by_band[band] and max(self.own_by_tenant.values(), default=0) <= 1:
-            return None  # All have one slot each, or none, so nobody has one to give up.
+            return None  # All have one slot each, or none, so nobody has one to yield.
         held = {tenant: num for (its_band, tenant), num in self.own_by_tenant.items() if its_band is band}
         num_foreign = self.num_by_band[band] - self.own_by_band[band]
 
-        def num_given_up(share: int) -> int:
+        def num_yielded(share: int) -> int:
             return num_slots - num_foreign - sum([min(num, share) for num in held.values()])
 
         share = fair_share(num_slots, len(held) + 1)
         is_new_beside_foreign = num_foreign > 0 and self.num_by_band[band] <= num_slots
-        of_newcomer = max(min(share, num_given_up(share)), is_new_beside_foreign)
+        of_newcomer = max(min(share, num_yielded(share)), is_new_beside_foreign)
         if of_newcomer <= 0:
             return None
         share = fair_share(num_slots, max(1, len(held)))
-        num_left = num_given_up(share)
+        num_left = num_yielded(share)
         by_tenant = {tenant: max(0, min(share - num, num_left)) for tenant, num in held.items()}
-        return FairPlaces(of_newcomer, by_tenant, self.num_free_tokens(band), self.num_mean_tokens(band))
+        return PreemptibleSlots(of_newcomer, by_tenant, self.num_free_tokens(band), self.num_mean_tokens(band))
 
     def num_mean_tokens(self, band: Band) -> int:
         """Return the mean number of KV cache slots that a running sequence of `band` holds."""

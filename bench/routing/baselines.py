@@ -11,7 +11,7 @@ from router.balancing.load_table import LoadTable
 from router.flow.flow_control import FlowController
 from router.types import (
     Candidates,
-    FairPlaces,
+    PreemptibleSlots,
     Ranking,
     Reason,
     ReplicaView,
@@ -103,7 +103,7 @@ class EarlyBinding:
 
     num_ahead: int
 
-    def places(self, view: ReplicaView, band: Band, starved: Set[Band], is_only: bool) -> int:
+    def num_assignable(self, view: ReplicaView, band: Band, starved: Set[Band], is_only: bool) -> int:
         """Return the number of free slots plus `num_ahead`; 0 for a draining replica."""
         return 0 if view.stats.is_draining else view.num_free_slots(band) + self.num_ahead
 
@@ -111,12 +111,12 @@ class EarlyBinding:
         """Return no limit: the request waits for blocks at the replica."""
         return float("inf")
 
-    def is_ready(self, view: ReplicaView, band: Band) -> bool:
+    def has_free_slot(self, view: ReplicaView, band: Band) -> bool:
         """Return True: all replicas are alike, full or not."""
         return True
 
-    def fair_places(self, view: ReplicaView, band: Band) -> FairPlaces | None:
-        """Return None: the replica has room as long as `places` says so."""
+    def preemptible_slots(self, view: ReplicaView, band: Band) -> PreemptibleSlots | None:
+        """Return None: the replica has room as long as `num_assignable` says so."""
         return None
 
 

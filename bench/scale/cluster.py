@@ -17,7 +17,7 @@ from router.balancing.policy import LeastTokens, PrefixIndex
 from router.dispatch import Dispatcher
 from router.flow.flow_control import FlowController
 from serve_app.config import HeadwayConfig
-from testkit.router.simulated_engines import EngineClient, SimulatedReplica
+from testkit.router.simulated_engines import EngineClient, SimulatedEngine
 from testkit.router.simulated_replicas import FakeObserver
 from testkit.router.simulated_time import FakeClock
 
@@ -175,7 +175,7 @@ class Cluster:
     """Ingresses and replicas, and what befalls them."""
 
     def __init__(
-        self, make_replica: Callable[[str], SimulatedReplica], num_replicas: int, num_ingresses: int, num_slots: int,
+        self, make_replica: Callable[[str], SimulatedEngine], num_replicas: int, num_ingresses: int, num_slots: int,
         clock: FakeClock, tally: Tally,
     ) -> None:  # fmt: skip
         self._make_replica = make_replica

@@ -1,9 +1,9 @@
 """Several ingresses in front of many replicas, in simulated time: `python -m bench.scale.simulator`.
 
-Every ingress has the real flow control, routing and dispatcher. Up to 64 replicas have the real scheduler and KV cache;
-more have a model of it (`--engines` chooses). A step takes the time of a real device (`slow-gpu`), and computes
-nothing. What the ingresses themselves compute takes no time here (see `bench.scale.decisions`). All ingresses poll all
-replicas, at different moments.
+Every ingress has the real flow control, routing and dispatcher, and every replica the real scheduler and KV cache. A
+step takes the time of a real device (`slow-gpu`), and computes nothing. Records of more than 64 replicas were made with
+a model of the scheduler, which the commits that they name still have. What the ingresses themselves compute takes no
+time here (see `bench.scale.decisions`). All ingresses poll all replicas, at different moments.
 
 The load is three times what the replicas can serve, in three bands. `--load even`: tenants with equal demands, half of
 which send all requests to one ingress. `--load uneven`: demands by Zipf's law, half of the requests in bursts, prompts
@@ -45,19 +45,15 @@ from bench.scale.arrivals import (
     write_trace,
 )
 from bench.scale.cluster import Cluster, Fault, Tally
-from bench.scale.engine_model import ModelledEngine
 from replicas.engine.config import EngineConfig
 from replicas.protocol import Band
 from serve_app.benchmark.trace import read_requests
 from testkit.engine.timed_runner import STEP_TIMES, StepShape
-from testkit.router.simulated_engines import SimulatedEngine, SimulatedReplica
+from testkit.router.simulated_engines import SimulatedEngine
 from testkit.router.simulated_time import FakeClock, SimulatedLoop, simulated_clock
 
 _STEP_TIMES = STEP_TIMES["slow-gpu"]
 _SAMPLE_S = 0.5
-_MOST_SCHEDULERS = 64
-"""Most replicas with the real scheduler, unless `--engines` says otherwise."""
-_ENGINES: dict[str, type[SimulatedEngine | ModelledEngine]] = {"scheduler": SimulatedEngine, "model": ModelledEngine}
 _OBJECTS_PER_COLLECTION = 200_000
 """New objects between two garbage collections. With Python's 700 they take a fifth of the time and free nothing."""
 
@@ -75,8 +71,6 @@ class World:
     trace: Path | None = None
     """Trace to replay instead of a load."""
     faults: tuple[Fault, ...] = ()
-    engines: str | None = None
-    """Kind of replicas; None: by their number."""
 
     @property
     def requests_per_s(self) -> float:
@@ -84,11 +78,6 @@ class World:
         step_s = _STEP_TIMES.of(StepShape(self.num_slots, 0, self.num_slots * (PROMPT_TOKENS + OUTPUT_TOKENS // 2)))
         prefill_s = _STEP_TIMES.per_prefill_token_s * PROMPT_TOKENS
         return self.overload * self.num_replicas / (step_s * OUTPUT_TOKENS / self.num_slots + prefill_s)
-
-    @property
-    def kind_of_engines(self) -> str:
-        """Kind of replicas."""
-        return self.engines or ("scheduler" if self.num_replicas <= _MOST_SCHEDULERS else "model")
 
     @property
     def has_equal_tenants(self) -> bool:
@@ -101,7 +90,7 @@ class World:
             return read_requests(self.trace, SimulatedRequest)
         return made_up(LOADS[self.load], self.requests_per_s, self.duration_s)
 
-    def new_replica(self, clock: FakeClock, replica_id: str) -> SimulatedReplica:
+    def new_replica(self, clock: FakeClock, replica_id: str) -> SimulatedEngine:
         """Return a replica."""
         config = EngineConfig(
             num_blocks=64 * self.num_slots,
@@ -111,7 +100,7 @@ class World:
             async_scheduling=True,
             vocab_size=2**31,
         )
-        return _ENGINES[self.kind_of_engines](config, _STEP_TIMES, clock, replica_id)
+        return SimulatedEngine(config, _STEP_TIMES, clock, replica_id)
 
 
 async def simulate(world: World, arrivals: list[Arrival]) -> dict[str, Any]:
@@ -223,7 +212,7 @@ def main() -> int:
         min(len(worlds), options.processes), initializer=gc.set_threshold, initargs=(_OBJECTS_PER_COLLECTION,)
     ) as processes:
         for world, figures in zip(worlds, processes.map(run, worlds), strict=True):
-            size = {"replicas": world.num_replicas, "ingresses": world.num_ingresses, "engines": world.kind_of_engines}
+            size = {"replicas": world.num_replicas, "ingresses": world.num_ingresses}
             rows.append(size | figures)
             alone = next(row for row in rows if row["replicas"] == world.num_replicas)
             rows[-1]["over_one_ingress"] = figures["tokens_per_s"] / alone["tokens_per_s"]
@@ -244,7 +233,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, help="file with the requests, one in a line of JSON")
     parser.add_argument("--write-trace", type=Path, help="write the load into a file, and simulate nothing")
     parser.add_argument("--faults", default="", help=f"of {', '.join(fault.value for fault in Fault)}, in their order")
-    parser.add_argument("--engines", choices=_ENGINES, help="kind of replicas; by default by their number")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="rows simulated at the same time")
     parser.add_argument("--name", default="scale_simulator", help="file in bench/results")
     return parser.parse_args()
@@ -260,7 +248,6 @@ def _world(options: argparse.Namespace, num_replicas: int, num_ingresses: int) -
         load=options.load,
         trace=options.trace,
         faults=tuple(Fault(name) for name in options.faults.split(",") if name),
-        engines=options.engines,
     )
 
 

@@ -33,8 +33,8 @@ class Scheduler:
        and the rest of the budget last, so that short prompts behind it start at once. A waiting sequence of a more
        urgent band takes the slot and blocks of the least urgent running one.
     4. In a band, sequences of tenants that hold fewer slots than their fair share (`TenantSlots`) are admitted first.
-       If such a sequence finds no slot, a tenant beyond its share gives way: its least urgent sequence is preempted. A
-       sequence gives way at most once in `fairness_rest_steps`. A tenant at its share gives no way and takes no slot
+       If such a sequence finds no slot, a tenant beyond its share yields one: its least urgent sequence is preempted. A
+       sequence yields at most once in `fairness_rest_steps`. A tenant at its share yields no slot and takes none
        back, so two tenants never take slots from each other in turn.
     5. A sequence that must run alone preempts all others, and none is admitted beside it.
     6. If a band has tokens to prefill, and none of its tokens was computed for `promote_after_s`, its most urgent
@@ -45,7 +45,7 @@ class Scheduler:
     Invariants:
         A sequence is in `waiting`, in `running` or finished. Running sequences have slots for all tokens known when
         they were last scheduled. len(running) <= max_num_seqs.
-        A promoted sequence never gives way. A tenant that gives way holds at least its share afterwards.
+        A promoted sequence never yields. A tenant that yields a slot holds at least its share afterwards.
         A sequence's worst case fits the pool, so a step with work always progresses.
     """
 
@@ -257,17 +257,17 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, sequence: Sequence) -> None:
         """Give a waiting sequence that could fit a slot and blocks; preempt others that may be until it fits."""
-        giving_way: list[Sequence] | None = None
+        yielding: list[Sequence] | None = None
         while not self._fits(sequence, self.running, ()):
             last = self.running[-1]
             if sequence.request.is_isolated or last.effective_band > sequence.band:
                 plan.unschedule(last)
                 self._preempt(last)
                 continue
-            if giving_way is None:
-                giving_way = self._giving_way(sequence)
-            plan.unschedule(giving_way[-1])
-            self._give_way(giving_way.pop())
+            if yielding is None:
+                yielding = self._yielding(sequence)
+            plan.unschedule(yielding[-1])
+            self._yield_slot(yielding.pop())
         self.waiting.remove(sequence)
         self.blocks.allocate(sequence)
         if sequence.num_cached_tokens is None:
@@ -287,13 +287,13 @@ class Scheduler:
         others, less_urgent = self.running[:num_others], self.running[num_others:]
         if self._fits(sequence, others, less_urgent):
             return True
-        giving_way = self._giving_way(sequence)
-        if not giving_way:
+        yielding = self._yielding(sequence)
+        if not yielding:
             return False
-        others = [other for other in others if other not in giving_way]
-        return self._fits(sequence, others, [*less_urgent, *giving_way])
+        others = [other for other in others if other not in yielding]
+        return self._fits(sequence, others, [*less_urgent, *yielding])
 
-    def _giving_way(self, sequence: Sequence) -> list[Sequence]:
+    def _yielding(self, sequence: Sequence) -> list[Sequence]:
         """Return the running sequences that may be preempted for the fair share of `sequence`'s tenant.
 
         The first to be preempted is last: of the tenant with most slots, the least urgent.
@@ -302,17 +302,17 @@ class Scheduler:
         if sequence.is_promoted or sequence.request.tenant not in self._slots.below_share(band, waiting):
             return []
         surplus = self._slots.surplus(band, waiting)
-        left, giving_way = surplus.copy(), []
+        left, yielding = surplus.copy(), []
         for other in reversed(self.running if surplus else ()):
             tenant = other.request.tenant
-            if other.effective_band is band and left[tenant] > 0 and self._may_give_way(other):
+            if other.effective_band is band and left[tenant] > 0 and self._may_yield(other):
                 left[tenant] -= 1
-                giving_way.append(other)
-        giving_way.sort(key=lambda other: -surplus[other.request.tenant])
-        giving_way.reverse()
-        return giving_way
+                yielding.append(other)
+        yielding.sort(key=lambda other: -surplus[other.request.tenant])
+        yielding.reverse()
+        return yielding
 
-    def _may_give_way(self, sequence: Sequence) -> bool:
+    def _may_yield(self, sequence: Sequence) -> bool:
         last = sequence.fairness_preemption_step
         has_rested = last is None or self._num_steps - last >= self._config.fairness_rest_steps
         return has_rested and not sequence.is_promoted
@@ -333,10 +333,10 @@ class Scheduler:
             num_tokens, growth = sequence.num_tokens, len(others)
         return self.blocks.shortfall(sequence, num_tokens, without) + growth <= 0
 
-    def _give_way(self, sequence: Sequence) -> None:
+    def _yield_slot(self, sequence: Sequence) -> None:
         band, tenant = sequence.effective_band, sequence.request.tenant
         assert self._slots.of(band, tenant) > self._slots.share(band, self.waiting.tenants(band))
-        assert self._may_give_way(sequence)
+        assert self._may_yield(sequence)
         self._preempt(sequence)
         sequence.is_fairness_preempted, sequence.fairness_preemption_step = True, self._num_steps
         self.num_fairness_preemptions += 1

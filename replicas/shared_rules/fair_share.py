@@ -1,4 +1,4 @@
-"""Fair share of a replica's slots, by which its engine and the routers decide which tenant gives way."""
+"""Fair share of a replica's slots, by which its engine and the routers decide which tenant yields a slot."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from replicas.errors import Overloaded
 from replicas.protocol import BANDS, Band, GenerateRequest
 from replicas.timing.rates import SlidingRate
 from router.balancing.load_table import LoadTable
+from router.flow.capacity_index import CapacityIndex
 from router.flow.flow_queue import BandLimits, FlowQueue
-from router.flow.rooms import Rooms
 from router.types import Headroom
 
 _WINDOW_S = 4.0
@@ -29,7 +29,7 @@ class Admission:
 
     1. The tokens before the request are all waiting tokens of more urgent bands, and those tokens of its own band that
        come first in the fair order between tenants. So the request of an idle tenant is among the next, even beside a
-       long queue of another tenant. If other tenants give up a slot to the request, no token of its band is before it.
+       long queue of another tenant. If other tenants yield a slot to the request, no token of its band is before it.
     2. The speed for the band is the speed of all replicas under load, less the tokens per second lately requested in
        more urgent bands. This is the mean wait in a queue with preemptive priorities (Conway, Maxwell and Miller,
        Theory of Scheduling, 1967). Refused requests count as requested: clients send them again, and they are served
@@ -40,11 +40,13 @@ class Admission:
     return long after an overload would prolong it.
     """
 
-    def __init__(self, limits: Mapping[Band, BandLimits], queue: FlowQueue, table: LoadTable, rooms: Rooms) -> None:
+    def __init__(
+        self, limits: Mapping[Band, BandLimits], queue: FlowQueue, table: LoadTable, capacity: CapacityIndex
+    ) -> None:
         self._limits = limits
         self._queue = queue
         self._table = table
-        self._rooms = rooms
+        self._capacity = capacity
         self._wanted = {band: SlidingRate(_WINDOW_S) for band in Band}
 
     def check(self, band: Band, tenant: str, num_tokens: int, left_s: float = math.inf) -> None:
@@ -96,7 +98,7 @@ class Admission:
 
     def _num_before(self, band: Band, tenant: str) -> int:
         urgent = sum(self._queue.num_tokens(other) for other in BANDS[:band])
-        if not self._queue.of_tenant(band, tenant).num_requests and self._rooms.giving_way(band).num_replicas(tenant):
+        if not self._queue.of_tenant(band, tenant).num_requests and self._capacity.yielding(band).num_replicas(tenant):
             return urgent
         return urgent + self._queue.num_tokens_before(band, tenant)
 

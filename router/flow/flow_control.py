@@ -13,15 +13,15 @@ from replicas.settings import check_bounds, setting
 from replicas.shared_rules.block_hash import extend_hashes
 from router.balancing.load_table import InFlight, LoadTable, PollChanges
 from router.flow.admission import Admission, OutputLengths
+from router.flow.capacity_index import CapacityIndex
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
-from router.flow.rooms import Rooms
 from router.flow.slots import LateBinding, SlotPolicy
 from router.flow.usage import Placement, PlacementAccount
 from router.flow.wait_reasons import QueueWait, WaitClock
 from router.timeline import Timeline
 from router.types import Candidates, Outcome, Reason, RouterObserver, RoutingPolicy, RoutingRequest
 
-_MISPLACED_AFTER_S = 0.1
+_REBALANCE_AFTER_S = 0.1
 """Seconds after its dispatch at which a request that waits on a full replica may be placed again."""
 
 
@@ -74,8 +74,8 @@ class FlowController:
     replica's slots: they take the slots of tenants that have more.
 
     Its parts: `admission` accepts requests by their predicted wait and by the output that `lengths` predicts; `queue`
-    orders them, and callers only read it; `rooms` keeps the replicas of `table` with room by a `SlotPolicy`, and a
-    `RoutingPolicy` ranks them; `account` counts dispatched requests.
+    orders them, and callers only read it; `capacity` keeps the replicas of `table` that have some by a `SlotPolicy`,
+    and a `RoutingPolicy` ranks them; `account` counts dispatched requests.
 
     Invariant: a request is counted on a replica from its dispatch on, so that no room is given twice.
     """
@@ -89,9 +89,9 @@ class FlowController:
         self.table = table
         self._policy = policy
         self._observer = observer
-        self.rooms = Rooms(table, slots or LateBinding(limits.lookahead, limits.batch_lookahead))
+        self.capacity = CapacityIndex(table, slots or LateBinding(limits.lookahead, limits.batch_lookahead))
         self.queue = FlowQueue(limits.bands, limits.promote_after_s)
-        self.admission = Admission(limits.bands, self.queue, table, self.rooms)
+        self.admission = Admission(limits.bands, self.queue, table, self.capacity)
         self.lengths = OutputLengths()
         self.account = PlacementAccount(self.queue, table)
         self._pending: dict[int, _PendingPlacement] = {}
@@ -172,24 +172,25 @@ class FlowController:
         self.table.forget(placement.in_flight.replica_id)
         self.account.refused(placement, request)
 
-    def misplaced(self) -> list[InFlight]:
+    def to_rebalance(self) -> list[InFlight]:
         """Return requests that wait on a full replica while others have free slots for them, at most one for each.
 
         Several ingresses may have filled the same slot, or a batch request was sent ahead of a slot that stays taken.
         Requests that wait here come first.
         """
-        found = []
+        to_move = []
         for band in Band:
-            waiting = [] if self.queue.num_requests(band) else self.table.waiting(band, _MISPLACED_AFTER_S)
+            waiting = [] if self.queue.num_requests(band) else self.table.waiting(band, _REBALANCE_AFTER_S)
             if waiting:
                 most_tokens = max(in_flight.prompt_tokens for in_flight in waiting)
-                found += waiting[: self.rooms.of_band(band, is_starved=False).num_ready(most_tokens)]
-        return found
+                to_move += waiting[: self.capacity.of_band(band, is_starved=False).num_with_free_slot(most_tokens)]
+        return to_move
 
     def polled(self, changes: PollChanges) -> None:
         """Update the tenants' counters from a poll of all replicas, which count other ingresses' requests too."""
         self.account.polled(changes)
-        self.rooms.trim()
+        self.queue.refresh()
+        self.capacity.trim()
         self.notify()
 
     def notify(self) -> None:
@@ -253,14 +254,16 @@ class FlowController:
         """Dispatch the first request in order for which a replica has room; return False if there is none."""
         starved = self.account.starved_bands()
         # In most calls every replica is full: then no band is open and the queue is not ordered at all.
-        rooms = {band: self.rooms.of_band(band, band in starved) for band in BANDS if self.queue.num_requests(band)}
+        capacity = {
+            band: self.capacity.of_band(band, band in starved) for band in BANDS if self.queue.num_requests(band)
+        }
         for band in self.queue.bands_in_order(starved):
-            for queued in self.queue.in_order(band) if len(rooms[band]) else ():
+            for queued in self.queue.in_order(band) if len(capacity[band]) else ():
                 pending, request = self._pending[queued.arrival_index], queued.request
                 if pending.placement.cancelled():
                     self._withdraw(pending)
                     return True
-                candidates = rooms[band].candidates(request.num_known_tokens)
+                candidates = capacity[band].candidates(request.num_known_tokens)
                 if candidates is None:
                     break  # The request holds back those behind it in its band.
                 self._dispatch(pending, candidates, is_promoted=band in starved)
@@ -268,15 +271,15 @@ class FlowController:
         return self._dispatch_fairly()
 
     def _dispatch_fairly(self) -> bool:
-        """Dispatch the first request for which other tenants of its band give way; return False if there is none."""
+        """Dispatch the first request to which other tenants of its band yield a slot; return False if there is none."""
         for band in Band:
-            giving_way = self.rooms.giving_way(band)
-            for queued in self.queue.in_order(band) if self.queue.num_requests(band) and len(giving_way) else ():
+            yielding = self.capacity.yielding(band)
+            for queued in self.queue.in_order(band) if self.queue.num_requests(band) and len(yielding) else ():
                 pending, request = self._pending[queued.arrival_index], queued.request
                 if pending.placement.cancelled():
                     self._withdraw(pending)
                     return True
-                candidates = giving_way.candidates(request.tenant, request.num_known_tokens)
+                candidates = yielding.candidates(request.tenant, request.num_known_tokens)
                 if candidates is not None:
                     self._dispatch(pending, candidates, is_promoted=False)
                     return True

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 from replicas.errors import Overloaded
 from replicas.protocol import Band, GenerateRequest
-from router.flow.turns import LargestFirst, SummedKeys, Turns
+from router.flow.waiting_tokens import LargestFirst, SummedKeys, TokensByTurn, WaitingTokens
 
 _MAX_IDLE_TENANTS = 1000
+_FEW_TENANTS = 64
+"""Waiting tenants up to which a prediction is exact. Beyond, it is as of the last poll: summing up takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,11 @@ class _Tenant:
         """Sort key of a tenant that waits."""
         return (self.tokens, *self.queue[0].order, self.name)
 
+    @property
+    def waiting(self) -> WaitingTokens:
+        """Tokens of a tenant that waits."""
+        return WaitingTokens(self.tokens, self.num_queued_tokens, self.queue[0].expected_tokens)
+
 
 class _BandQueue:
     """Queue of one band, fair between tenants by tokens; the algorithm is `FlowQueue`'s.
@@ -111,14 +118,16 @@ class _BandQueue:
         """Counters of tenants without waiting requests, of the one used longest ago first."""
         self._by_place: list[_Priority] = []
         self._last_floor = 0
-        self._turns = Turns()
+        self._by_turn = TokensByTurn({})
+        self.is_summed_up = False
+        """True if `_by_turn` is to be used as it is."""
         self._by_size = LargestFirst()
         self.by_deadline = SummedKeys()
         """Tokens of the waiting requests with a deadline, by it."""
         self.without_deadline = 0
         """Tokens of those without one."""
         self._changed: set[str] = set()
-        """Tenants whose waiting requests or counters `_turns` and `_by_size` have not taken in."""
+        """Tenants whose number of waiting requests `_by_size` has not taken in."""
         self.num_requests = 0
         self.num_tokens = 0
 
@@ -168,7 +177,6 @@ class _BandQueue:
         tenant = self._waiting.get(name)
         if tenant is not None:
             tenant.tokens += tokens
-            self._changed.add(name)
             if tokens < 0:
                 self._place(tenant)
             return
@@ -185,13 +193,15 @@ class _BandQueue:
         return TenantQueue() if tenant is None else TenantQueue(len(tenant.queue), tenant.num_queued_tokens)
 
     def num_tokens_before(self, name: str) -> int:
-        self._take_changes()
+        if not self.is_summed_up or len(self._waiting) <= _FEW_TENANTS:
+            self._by_turn = TokensByTurn({tenant.name: tenant.waiting for tenant in self._waiting.values()})
+            self.is_summed_up = True
         tenant = self._waiting.get(name)
         if tenant is None:
             floor = self._floor()
-            return self._turns.num_tokens(max(self._idle.get(name, floor), floor), but=name)
+            return self._by_turn.served_until(max(self._idle.get(name, floor), floor), but=name)
         num_own = tenant.num_queued_tokens
-        return num_own + self._turns.num_tokens(tenant.tokens + num_own, but=name)
+        return num_own + self._by_turn.served_until(tenant.tokens + num_own, but=name)
 
     @property
     def num_tenants(self) -> int:
@@ -208,7 +218,6 @@ class _BandQueue:
         assert self._waiting.keys().isdisjoint(self._idle)
         assert len(self._idle) <= _MAX_IDLE_TENANTS
         self._take_changes()
-        self._turns.check_invariants()
 
     def _keep_idle(self, name: str, tokens: int) -> None:
         """Keep the counter of a tenant without requests; forget the one used longest ago, if there are too many."""
@@ -242,12 +251,7 @@ class _BandQueue:
         while self._changed:
             name = self._changed.pop()
             tenant = self._waiting.get(name)
-            if tenant is None:
-                self._turns.update(name, None)
-                self._by_size.update(name, 0)
-            else:
-                self._turns.update(name, (tenant.tokens, tenant.num_queued_tokens, tenant.queue[0].expected_tokens))
-                self._by_size.update(name, len(tenant.queue))
+            self._by_size.update(name, 0 if tenant is None else len(tenant.queue))
 
     def _floor(self) -> int:
         """Return the least counter of the tenants that wait; if none waits, that of the last one that did."""
@@ -337,6 +341,11 @@ class FlowQueue:
         for (tenant, band), tokens in charges.items():
             self._bands[band].charge(tenant, tokens)
 
+    def refresh(self) -> None:
+        """Have the next predictions for many tenants see the present queue. Called once in a poll period."""
+        for queue in self._bands.values():
+            queue.is_summed_up = False
+
     def num_requests(self, band: Band) -> int:
         """Return the number of requests that wait in a band."""
         return self._bands[band].num_requests
@@ -349,7 +358,7 @@ class FlowQueue:
         """Return the number of the band's waiting tokens that would be dispatched before a new request of `tenant`.
 
         They are the tenant's own, and those of each other tenant until its counter passes the one that the tenant has
-        after its own. The last request of another tenant is taken to be as long as its first.
+        after its own. With more than `_FEW_TENANTS` tenants the others are as they were at the last `refresh`.
         """
         return self._bands[band].num_tokens_before(tenant)
 

@@ -188,19 +188,14 @@ class CompletionService:
             visible = self._tokenizer.marker_token_ids
             requests = tuple(_with_params(each, visible_special_token_ids=visible) for each in requests)
         check_tokens(requests, card, "messages", self._tokenizer.token_of)
-        reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser)
-        progress = Progress([len(prompt.token_ids)], body.n)
-        timelines = self._timelines(caller, requests)
-        return PreparedCompletion(
-            head.id,
-            head.model,
-            caller.principal.tenant,
-            body,
-            requests,
-            reply_format,
-            progress,
-            timelines,
-            _not_enforced(grammar),
+        return self._prepared(
+            head=head,
+            caller=caller,
+            body=body,
+            requests=requests,
+            reply_format=ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser),
+            prompts=[prompt],
+            grammar=grammar,
         )
 
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
@@ -230,19 +225,38 @@ class CompletionService:
         if body.echo:
             prompts = [await self._with_text(prompt, owner) for prompt in prompts]
         head = self._head(caller, card, requests)
-        reply_format = CompletionFormat(head, body, prompts, self._tokenizer.token_text)
-        progress = Progress([len(prompt.token_ids) for prompt in prompts], body.n)
-        timelines = self._timelines(caller, requests)
+        return self._prepared(
+            head=head,
+            caller=caller,
+            body=body,
+            requests=requests,
+            reply_format=CompletionFormat(head, body, prompts, self._tokenizer.token_text),
+            prompts=prompts,
+            grammar=grammar,
+        )
+
+    def _prepared(
+        self,
+        *,
+        head: ReplyHead,
+        caller: Caller,
+        body: GenerationBody,
+        requests: tuple[GenerateRequest, ...],
+        reply_format: ReplyFormat,
+        prompts: Sequence[EncodedPrompt],
+        grammar: OutputGrammar | None,
+    ) -> PreparedCompletion:
+        past = caller.timeline or Timeline(self._model.clock())
         return PreparedCompletion(
-            head.id,
-            head.model,
-            caller.principal.tenant,
-            body,
-            requests,
-            reply_format,
-            progress,
-            timelines,
-            _not_enforced(grammar),
+            id=head.id,
+            model=head.model,
+            account=caller.principal.tenant,
+            body=body,
+            requests=requests,
+            format=reply_format,
+            progress=Progress([len(prompt.token_ids) for prompt in prompts], body.n),
+            timelines=tuple(past.fork() for _ in requests),
+            not_enforced=() if grammar is None else grammar.not_enforced,
         )
 
     def headroom(self, prepared: PreparedCompletion) -> Headroom:
@@ -362,10 +376,6 @@ class CompletionService:
             return prompt
         return replace(prompt, text=await self._tokenizer.decode(prompt.token_ids, owner))
 
-    def _timelines(self, caller: Caller, requests: Sequence[GenerateRequest]) -> tuple[Timeline, ...]:
-        past = caller.timeline or Timeline(self._model.clock())
-        return tuple(past.fork() for _ in requests)
-
     def _full_reply(self, prepared: PreparedCompletion, deltas: Sequence[TokenDelta]) -> JsonObject:
         reply = prepared.format.full_reply(deltas, prepared.progress.usage())
         if prepared.not_enforced:
@@ -391,7 +401,3 @@ def _max_prompt_tokens(body: GenerationBody, card: ModelCard) -> int | None:
 
 def _with_params(request: GenerateRequest, **changes: Any) -> GenerateRequest:
     return replace(request, params=replace(request.params, **changes))
-
-
-def _not_enforced(grammar: OutputGrammar | None) -> tuple[str, ...]:
-    return () if grammar is None else grammar.not_enforced

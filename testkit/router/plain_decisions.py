@@ -51,8 +51,8 @@ class ListedCandidates:
         return distance(points_of(replica_id), position)
 
 
-def gives_way(view: ReplicaView, request: GenerateRequest) -> bool:
-    """Return True if tenants of the request's band give up a slot to it on a replica without a free one."""
+def yields(view: ReplicaView, request: GenerateRequest) -> bool:
+    """Return True if tenants of the request's band yield a slot to it on a replica without a free one."""
     band, num_slots = request.band, view.stats.num_slots - sum(view.num_by_band[: request.band])
     if view.stats.is_draining or view.num_unused_slots(band) > 0 or num_slots <= 0:
         return False
@@ -64,10 +64,10 @@ def gives_way(view: ReplicaView, request: GenerateRequest) -> bool:
     num_own = held.get(request.tenant, 0)
     num_kept = num_foreign + sum(min(num, share) for num in held.values())
     is_new_beside_foreign = num_own == 0 and num_foreign > 0 and view.num_by_band[band] <= num_slots
-    num_places = max(0, min(share - num_own, num_slots - num_kept), is_new_beside_foreign)
-    return num_places > 0 and request.num_known_tokens <= view.num_free_tokens(
+    num_yielded = max(0, min(share - num_own, num_slots - num_kept), is_new_beside_foreign)
+    return num_yielded > 0 and request.num_known_tokens <= view.num_free_tokens(
         band
-    ) + num_places * view.num_mean_tokens(band)
+    ) + num_yielded * view.num_mean_tokens(band)
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class PlainDecisions:
         is_only = sum(not view.stats.is_draining for view in views) == 1
         for band in queue.bands_in_order(starved):
             queued = next(queue.in_order(band))
-            with_places = [view for view in views if self.slots.places(view, band, starved, is_only) > 0]
-            with_room = [view for view in with_places if self._has_blocks(view, queued.request, starved)]
+            with_slots = [view for view in views if self.slots.num_assignable(view, band, starved, is_only) > 0]
+            with_room = [view for view in with_slots if self._has_blocks(view, queued.request, starved)]
             if with_room:
                 ready = [view for view in with_room if view.num_free_slots(band) > 0]
                 return self._choice(queued, ready or with_room, views, is_promoted=band in starved)
@@ -105,9 +105,9 @@ class PlainDecisions:
     def _next_fairly(self, queue: FlowQueue, views: Sequence[ReplicaView]) -> Choice | None:
         for band in Band:
             for queued in queue.in_order(band):
-                giving_way = [view for view in views if gives_way(view, queued.request)]
-                if giving_way:
-                    return self._choice(queued, giving_way, views, is_promoted=False)
+                yielding = [view for view in views if yields(view, queued.request)]
+                if yielding:
+                    return self._choice(queued, yielding, views, is_promoted=False)
         return None
 
     def _has_blocks(self, view: ReplicaView, request: GenerateRequest, starved: Set[Band]) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
 
 from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineConfig
@@ -50,34 +49,6 @@ class _StepRunner:
         """Return the time of the step that was launched since the last call, or a short one if none was."""
         step_s, self._step_s = self._step_s, None
         return WAIT_S if step_s is None else step_s
-
-
-class SimulatedReplica(Protocol):
-    """Replica in simulated time."""
-
-    replica_id: str
-
-    async def run(self) -> None:
-        """Run steps until cancelled."""
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the deltas of one request.
-
-        Raises:
-            ReplicaLost: the replica has died since the call.
-        """
-
-    def stats(self) -> ReplicaStats:
-        """Return the answer to a poll."""
-
-    def metrics(self) -> EngineMetrics:
-        """Return everything that the engine counts."""
-
-    def drain(self) -> None:
-        """Refuse new requests."""
-
-    def die(self) -> None:
-        """Fail all streams. The caller ends `run`, and sends no further request."""
 
 
 class DeltaStream:
@@ -185,7 +156,7 @@ class EngineClient:
     Several ingresses may share it.
     """
 
-    def __init__(self, engines: Sequence[SimulatedReplica]) -> None:
+    def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
         self.engines = {each.replica_id: each for each in engines}
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:

@@ -69,10 +69,10 @@ def test_a_baseline_ignores_prefixes_and_gives_its_only_reason(policy: RoutingPo
 
 def test_early_binding_gives_a_full_replica_more_of_each_band():
     slots, full = EarlyBinding(3), view(by_band=(0, 4, 0), of=stats(slots=4, free_blocks=0))
-    assert [slots.places(full, band, set(), False) for band in Band] == [7, 3, 3]
-    assert slots.places(view(of=stats(slots=4, is_draining=True)), Band.STANDARD, set(), False) == 0
+    assert [slots.num_assignable(full, band, set(), False) for band in Band] == [7, 3, 3]
+    assert slots.num_assignable(view(of=stats(slots=4, is_draining=True)), Band.STANDARD, set(), False) == 0
     assert slots.max_tokens(full, Band.STANDARD, set()) == float("inf")
-    assert slots.is_ready(full, Band.STANDARD)
+    assert slots.has_free_slot(full, Band.STANDARD)
 
 
 async def test_early_binding_queues_only_when_all_lines_are_full():

@@ -12,15 +12,16 @@ from serve_app.openai.tools.shapes.calls import Call, JsonObject, Sink, Tool
 from serve_app.openai.tools.shapes.json_text import MAX_DEPTH
 from serve_app.openai.tools.shapes.reader import Reader, Wait
 from serve_app.openai.tools.shapes.schemas import (
-    SCALARS,
+    ValueForms,
     bound_properties,
+    bound_value,
     items_of,
     num_items,
     property_schema,
     unenforced_keywords,
 )
 from serve_app.openai.tools.shapes.shape import Lark
-from serve_app.openai.tools.shapes.values import admitted_types, json_of, literal
+from serve_app.openai.tools.shapes.values import json_of, literal
 
 T = TypeVar("T")
 
@@ -194,6 +195,14 @@ class _BoundValues:
         self._written = written
         self._string = f"{lark.text(quote)} {lark.text_until(quote)}"
         self._any: str | None = None
+        self._forms = ValueForms(
+            choices=lambda values: f"({' | '.join(lark.text(written(value)) for value in values)})",
+            string=self._string,
+            any_value=self._any_value,
+            of_object=self.of_object,
+            of_array=lambda schema: self._list(self.of(items_of(schema)), schema),
+            of_scalar=lark.json,
+        )
 
     def of_object(self, tool: Tool) -> str:
         """Return the expression of an object with the properties of a tool, or of any keys if it names none."""
@@ -209,23 +218,13 @@ class _BoundValues:
 
     def of(self, schema: JsonObject) -> str:
         """Return the expression of a value, as far as its schema can be followed here."""
-        choices = [schema["const"]] if "const" in schema else schema.get("enum")
-        if choices:
-            return f"({' | '.join(self._lark.text(self._written(choice)) for choice in choices)})"
-        alternatives = schema.get("anyOf", schema.get("oneOf"))
-        if alternatives and "type" not in schema:
-            return self._lark.any_of([self.of(each if isinstance(each, dict) else {}) for each in alternatives])
-        types = admitted_types(schema)
-        if not types:
-            self._any = self._any or self._lark.recursive(self._any_value)
-            return self._any
-        values = [self._string] if "string" in types else []
-        values += [self.of_object(Tool("", schema))] if "object" in types else []
-        values += [self._list(self.of(items_of(schema)), schema)] if "array" in types else []
-        values += [self._lark.json({**schema, "type": sorted(types & SCALARS)})] if types & SCALARS else []
-        return self._lark.any_of(values)
+        return bound_value(self._lark, schema, self._forms)
 
-    def _any_value(self, name: str) -> str:
+    def _any_value(self) -> str:
+        self._any = self._any or self._lark.recursive(self._value_of_any)
+        return self._any
+
+    def _value_of_any(self, name: str) -> str:
         scalar = self._lark.json({"type": ["boolean", "null", "number"]})
         return " | ".join([self._string, scalar, self._mapping(name), self._list(name, {})])
 

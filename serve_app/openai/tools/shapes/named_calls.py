@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from serve_app.openai.tools.shapes.calls import Call, Sink, Tool
 from serve_app.openai.tools.shapes.json_text import read_arguments
 from serve_app.openai.tools.shapes.reader import Reader, Wait
-from serve_app.openai.tools.shapes.shape import Lark
+from serve_app.openai.tools.shapes.shape import Lark, joined_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,12 @@ class NamedCalls:
             self.call_begin + call.name + self._id(index, call) + self.name_end + call.arguments_json + self.call_end
             for index, call in enumerate(calls)
         ]
-        if self.separator is None:
-            return (self.block_separator or "").join(f"{self.begin}{text}{self.end}" for text in texts)
-        return f"{self.begin}{self.separator.join(texts)}{self.end}"
+        return joined_blocks(texts, self.begin, self.end, self.separator, self.block_separator)
 
     def bind(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         """Return the Lark expression of a block behind its marker."""
         call = lark.any_of([self._bound(lark, tool) for tool in tools])
-        calls = call
-        if several and self.separator is not None:
-            calls = lark.rule(f"{call} ({lark.text(self.separator)} {call})*")
-        return f"{calls} {lark.text(self.end)}"
+        return f"{lark.series(call, self.separator if several else None)} {lark.text(self.end)}"
 
     def unenforced(self, tool: Tool) -> tuple[str, ...]:
         """Return nothing: the arguments are bound by their whole schema."""

@@ -11,8 +11,9 @@ from serve_app.openai.tools.shapes.calls import Call, JsonObject, Sink, Tool
 from serve_app.openai.tools.shapes.json_text import MAX_DEPTH
 from serve_app.openai.tools.shapes.reader import Reader, Wait
 from serve_app.openai.tools.shapes.schemas import (
-    SCALARS,
+    ValueForms,
     bound_properties,
+    bound_value,
     items_of,
     num_items,
     property_schema,
@@ -194,7 +195,15 @@ class _BoundValues:
                 f'{self._marker} "<" {_NAME} ">" {self._any_value(tag) if nests else self._text} "</" {_NAME} ">"'
             )
         )
-        self._any = self._any_value(self._any_tag) if nests else self._text
+        any_value = self._any_value(self._any_tag) if nests else self._text
+        self._forms = ValueForms(
+            choices=self._of_choices,
+            string=self._text,
+            any_value=lambda: any_value,
+            of_object=lambda tool: f"{self._of_object(tool)} {self._marker}",
+            of_array=lambda schema: f"{self._of_items(schema)} {self._marker}",
+            of_scalar=lambda schema: f"{lark.json(schema)} {self._marker}",
+        )
 
     def of_call(self, tool: Tool) -> str:
         """Return the expression of a call from its first tag to its last."""
@@ -220,22 +229,13 @@ class _BoundValues:
 
     def _of_value(self, schema: JsonObject) -> str:
         """Return the expression of a value, as far as its schema can be followed here, and of the marker behind it."""
-        choices = [schema["const"]] if "const" in schema else schema.get("enum")
-        if choices and not any(isinstance(choice, dict | list) for choice in choices):
-            texts = [self._lark.text(each if isinstance(each, str) else json.dumps(each)) or '""' for each in choices]
-            return f"({' | '.join(texts)}) {self._marker}"
-        alternatives = schema.get("anyOf", schema.get("oneOf"))
-        if alternatives and "type" not in schema:
-            return self._lark.any_of([self._of_value(each if isinstance(each, dict) else {}) for each in alternatives])
-        types = admitted_types(schema)
-        if not types:
-            return self._any
-        values = [self._text] if "string" in types else []
-        values += [f"{self._of_object(Tool('', schema))} {self._marker}"] if "object" in types else []
-        values += [f"{self._of_items(schema)} {self._marker}"] if "array" in types else []
-        if types & SCALARS:
-            values.append(f"{self._lark.json({**schema, 'type': sorted(types & SCALARS)})} {self._marker}")
-        return self._lark.any_of(values)
+        return bound_value(self._lark, schema, self._forms)
+
+    def _of_choices(self, values: Sequence[Any]) -> str | None:
+        if any(isinstance(value, dict | list) for value in values):
+            return None
+        texts = [self._lark.text(value if isinstance(value, str) else json.dumps(value)) or '""' for value in values]
+        return f"({' | '.join(texts)}) {self._marker}"
 
     def _of_items(self, schema: JsonObject) -> str:
         least, most = num_items(schema, "minItems"), num_items(schema, "maxItems")

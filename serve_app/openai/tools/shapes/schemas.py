@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from serve_app.openai.tools.shapes.calls import JsonObject, Tool
 from serve_app.openai.tools.shapes.shape import Lark
@@ -55,6 +57,41 @@ def bound_properties(lark: Lark, tool: Tool, argument: Callable[[str], str], sep
         following = f"{separator} {one}" if name in required else f"({separator} {one})?"
         rest = lark.rule(f"{following} {rest}")
     return lark.any_of(first)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueForms:
+    """Lark expressions of values in one form of calls, each with what must stand behind it."""
+
+    choices: Callable[[Sequence[Any]], str | None]
+    """Function of the values of an enumeration; None: the form cannot list them."""
+    string: str
+    any_value: Callable[[], str]
+    of_object: Callable[[Tool], str]
+    """Function of the object's schema, as that of a tool's arguments."""
+    of_array: Callable[[JsonObject], str]
+    of_scalar: Callable[[JsonObject], str]
+    """Function of the schema, whose types are of `SCALARS`."""
+
+
+def bound_value(lark: Lark, schema: JsonObject, forms: ValueForms) -> str:
+    """Return the Lark expression of a value, as far as its schema can be followed in these forms."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    choices = forms.choices(values) if values else None
+    if choices is not None:
+        return choices
+    alternatives = schema.get("anyOf", schema.get("oneOf"))
+    if alternatives and "type" not in schema:
+        schemas = [each if isinstance(each, dict) else {} for each in alternatives]
+        return lark.any_of([bound_value(lark, each, forms) for each in schemas])
+    types = admitted_types(schema)
+    if not types:
+        return forms.any_value()
+    expressions = [forms.string] if "string" in types else []
+    expressions += [forms.of_object(Tool("", schema))] if "object" in types else []
+    expressions += [forms.of_array(schema)] if "array" in types else []
+    expressions += [forms.of_scalar({**schema, "type": sorted(types & SCALARS)})] if types & SCALARS else []
+    return lark.any_of(expressions)
 
 
 def num_items(schema: JsonObject, keyword: str) -> int | None:

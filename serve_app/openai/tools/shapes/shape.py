@@ -56,6 +56,15 @@ class CallShape(Protocol):
         """Return JSON pointers to the schema's keywords that `bind` does not enforce."""
 
 
+def joined_blocks(
+    texts: Sequence[str], begin: str, end: str, separator: str | None, block_separator: str | None
+) -> str:
+    """Return the text of calls: all in one block if they have a separator, else each in a block of its own."""
+    if separator is None:
+        return (block_separator or "").join(f"{begin}{text}{end}" for text in texts)
+    return f"{begin}{separator.join(texts)}{end}"
+
+
 class Lark:
     """Lark grammar under construction."""
 
@@ -94,6 +103,10 @@ class Lark:
         """Add a terminal; return its name."""
         self._rules.append(f"{name}: {expression}")
         return name
+
+    def series(self, call: str, separator: str | None) -> str:
+        """Return the expression of one call or more with a separator between them; None: of one."""
+        return call if separator is None else self.rule(f"{call} ({self.text(separator)} {call})*")
 
     def any_of(self, expressions: Sequence[str]) -> str:
         """Add a rule for one of the expressions; return its name."""

@@ -10,7 +10,7 @@ from typing import Any
 from serve_app.openai.tools.shapes.calls import Call, JsonObject, Sink, Tool
 from serve_app.openai.tools.shapes.reader import Reader, Wait
 from serve_app.openai.tools.shapes.schemas import bound_properties, pointer_part, property_schema
-from serve_app.openai.tools.shapes.shape import Lark
+from serve_app.openai.tools.shapes.shape import Lark, joined_blocks
 from serve_app.openai.tools.shapes.values import admitted_types, is_text, json_of, literal, typed_value
 
 
@@ -74,17 +74,12 @@ class XmlCalls:
     def write(self, calls: Sequence[Call]) -> str:
         """Return the text of calls."""
         texts = [self._text(call) for call in calls]
-        if self.separator is None:
-            return (self.block_separator or "").join(f"{self.begin}{text}{self.end}" for text in texts)
-        return f"{self.begin}{self.separator.join(texts)}{self.end}"
+        return joined_blocks(texts, self.begin, self.end, self.separator, self.block_separator)
 
     def bind(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         """Return the Lark expression of a block behind its marker."""
         call = lark.any_of([self._bound(lark, tool) for tool in tools])
-        calls = call
-        if several and self.separator is not None:
-            calls = lark.rule(f"{call} ({lark.text(self.separator)} {call})*")
-        return f"{calls} {lark.text(self.end)}"
+        return f"{lark.series(call, self.separator if several else None)} {lark.text(self.end)}"
 
     def unenforced(self, tool: Tool) -> tuple[str, ...]:
         """Return pointers to keywords of strings: a string between tags is any text, or one of an enumeration."""

@@ -10,9 +10,9 @@ import pytest
 from replicas.protocol import Band, GenerateRequest, IngressShare, SamplingParams
 from router.balancing.load_table import InFlight, LoadTable
 from router.balancing.policy import LeastTokens, PrefixIndex
+from router.flow.capacity_index import CapacityIndex
 from router.flow.flow_control import FlowController, FlowLimits, SampleGroup, _PendingPlacement
 from router.flow.flow_queue import BandLimits
-from router.flow.rooms import Rooms
 from router.flow.slots import LateBinding
 from router.flow.usage import Placement
 from router.timeline import Timeline
@@ -167,7 +167,7 @@ class World:
             self.flow.notify()
             await asyncio.sleep(0)
         self.table.check_invariants()
-        self.flow.rooms.check_invariants()
+        self.flow.capacity.check_invariants()
         for _, task in self.asked:
             task.cancel()
         await asyncio.gather(*(task for _, task in self.asked), return_exceptions=True)
@@ -197,7 +197,7 @@ async def test_every_choice_is_that_of_the_reference_in_100_000_worlds(part: int
 
 def test_replicas_that_came_and_went_are_forgotten_by_indexes_that_are_not_asked() -> None:
     table = LoadTable(FakeClock())
-    rooms = Rooms(table, LateBinding())
+    rooms = CapacityIndex(table, LateBinding())
     index = rooms.of_band(Band.BATCH, is_starved=True)
     for number in range(1000):
         table.record(stats(f"replica-{number}"))

@@ -16,7 +16,7 @@ NONE: frozenset[Band] = frozenset()
 
 
 def places(slots: LateBinding, of, band, *, starved=NONE, is_only=False) -> int:
-    return slots.places(of, band, starved, is_only)
+    return slots.num_assignable(of, band, starved, is_only)
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def test_a_request_without_blocks_is_held_back_with_exceptions(by_band, running,
 
 def test_a_replica_with_a_free_slot_comes_before_a_full_one():
     full, idle = view("full", by_band=(0, 4, 0), of=stats(slots=4)), view("idle", of=stats(slots=4))
-    assert LATE.is_ready(idle, STANDARD) and not LATE.is_ready(full, STANDARD)
-    assert LATE.is_ready(full, INTERACTIVE), "standard work makes room for it"
+    assert LATE.has_free_slot(idle, STANDARD) and not LATE.has_free_slot(full, STANDARD)
+    assert LATE.has_free_slot(full, INTERACTIVE), "standard work makes room for it"

@@ -1,4 +1,4 @@
-"""Replicas with room for a request, in the orders that decisions need, kept up to date replica by replica."""
+"""Indexes of the replicas with capacity for a request, in the orders that decisions need; each change updates one."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from dataclasses import dataclass, field, replace
 from replicas.protocol import Band
 from router.balancing.load_table import LoadTable
 from router.flow.slots import SlotPolicy
-from router.types import Candidates, ClusterLoad, FairPlaces, ReplicaView
+from router.types import Candidates, ClusterLoad, PreemptibleSlots, ReplicaView
 
 _ALL_BANDS = frozenset(Band)
 _NO_BANDS: frozenset[Band] = frozenset()
 _MAX_LISTED = 32
-"""Most replicas with fair places for a tenant that are listed before they are ranked."""
+"""Most replicas with preemptible slots for a tenant that are listed before they are ranked."""
 _MAX_PENDING = 64
 """Changed replicas that an index may have pending, beyond twice the number of known ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Room on one replica."""
+class Capacity:
+    """Capacity of one replica for requests of a band."""
 
     max_tokens: float
     """Most tokens, prompt and earlier output, of a request for which the replica has blocks."""
-    is_ready: bool = True
-    """True if the replica goes before those that have only places beyond their slots."""
+    has_free_slot: bool = True
+    """True if a request would get a slot at once; replicas on which it would wait come after."""
 
 
 @dataclass(slots=True)
 class _Rank:
-    """Replicas of one rank: ready ones, or the others. Both lists are sorted."""
+    """Replicas of one rank: those with a free slot, or those without. Both lists are sorted."""
 
     by_tokens: list[tuple[int, str]] = field(default_factory=list)
     by_max_tokens: list[tuple[float, str]] = field(default_factory=list)
     orders: dict[str, tuple[tuple[int, str], tuple[float, str]]] = field(default_factory=dict)
-    """Place of each replica in the two lists."""
+    """Entries of each replica in the two lists."""
 
     def add(self, replica_id: str, outstanding_tokens: int, max_tokens: float) -> None:
         orders = ((outstanding_tokens, replica_id), (max_tokens, replica_id))
@@ -82,34 +82,34 @@ class _Index(ABC):
         """Fail if an invariant of the class does not hold."""
 
 
-class RoomIndex(_Index):
-    """Index of the replicas with room by one rule.
+class BandIndex(_Index):
+    """Index of the replicas with capacity for one band.
 
-    Invariant: once the changed replicas are taken in, it holds exactly the known replicas that have room, in order.
+    Invariant: once the changed replicas are taken in, it holds exactly the known replicas with capacity, in order.
     """
 
-    def __init__(self, table: LoadTable, rule: Callable[[ReplicaView], Room | None]) -> None:
+    def __init__(self, table: LoadTable, rule: Callable[[ReplicaView], Capacity | None]) -> None:
         super().__init__(table)
         self._rule = rule
-        self._ready, self._others = _Rank(), _Rank()
+        self._with_slot, self._without_slot = _Rank(), _Rank()
 
     def __len__(self) -> int:
         self.take_changes()
-        return len(self._ready.orders) + len(self._others.orders)
+        return len(self._with_slot.orders) + len(self._without_slot.orders)
 
-    def num_ready(self, num_tokens: int) -> int:
-        """Return the number of ready replicas with blocks for a request of so many tokens."""
+    def num_with_free_slot(self, num_tokens: int) -> int:
+        """Return the number of replicas with a free slot, and blocks for a request of so many tokens."""
         self.take_changes()
-        by_max_tokens = self._ready.by_max_tokens
+        by_max_tokens = self._with_slot.by_max_tokens
         return len(by_max_tokens) - bisect_left(by_max_tokens, (num_tokens, ""))
 
     def candidates(self, num_tokens: int) -> Candidates | None:
-        """Return the replicas with blocks for a request of so many tokens, the ready ones alone if there are any.
+        """Return the replicas with blocks for a request of so many tokens, those with a free slot alone if any has one.
 
         None: there is no replica.
         """
         self.take_changes()
-        for rank in (self._ready, self._others):
+        for rank in (self._with_slot, self._without_slot):
             if rank.has_blocks(num_tokens):
                 return _Candidates(self._table, rank, rank.by_tokens, num_tokens)
         return None
@@ -119,20 +119,21 @@ class RoomIndex(_Index):
         self.take_changes()
         expected: dict[bool, list[tuple[int, str, float]]] = {True: [], False: []}
         for view in self._table.views():
-            if (room := self._rule(view)) is not None:
-                expected[room.is_ready].append((view.outstanding_tokens, view.stats.replica_id, room.max_tokens))
-        for is_ready, rank in ((True, self._ready), (False, self._others)):
-            assert rank.by_tokens == sorted(entry[:2] for entry in expected[is_ready])
-            assert rank.by_max_tokens == sorted((entry[2], entry[1]) for entry in expected[is_ready])
-            assert rank.orders.keys() == {entry[1] for entry in expected[is_ready]}
+            if (capacity := self._rule(view)) is not None:
+                entry = (view.outstanding_tokens, view.stats.replica_id, capacity.max_tokens)
+                expected[capacity.has_free_slot].append(entry)
+        for has_free_slot, rank in ((True, self._with_slot), (False, self._without_slot)):
+            assert rank.by_tokens == sorted(entry[:2] for entry in expected[has_free_slot])
+            assert rank.by_max_tokens == sorted((entry[2], entry[1]) for entry in expected[has_free_slot])
+            assert rank.orders.keys() == {entry[1] for entry in expected[has_free_slot]}
 
     def _take(self, replica_id: str, view: ReplicaView | None) -> None:
-        self._ready.discard(replica_id)
-        self._others.discard(replica_id)
-        room = None if view is None else self._rule(view)
-        if view is not None and room is not None:
-            rank = self._ready if room.is_ready else self._others
-            rank.add(replica_id, view.outstanding_tokens, room.max_tokens)
+        self._with_slot.discard(replica_id)
+        self._without_slot.discard(replica_id)
+        capacity = None if view is None else self._rule(view)
+        if view is not None and capacity is not None:
+            rank = self._with_slot if capacity.has_free_slot else self._without_slot
+            rank.add(replica_id, view.outstanding_tokens, capacity.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class _Candidates:
     table: LoadTable
     rank: _Rank
     order: Sequence[tuple[int, str]]
-    """Places in the rank's order by tokens, of all its replicas or of those that can fit."""
+    """Entries of the rank's order by tokens, of all its replicas or of those that can fit."""
     num_tokens: int
     is_fit: Callable[[ReplicaView], bool] | None = None
     """Condition beside the blocks; None: there is no other."""
@@ -172,27 +173,27 @@ class _Candidates:
         return self.table.ring.distance(replica_id, position)
 
 
-class FairRoomIndex(_Index):
-    """Index of the replicas on which tenants of one band give up slots to others.
+class PreemptionIndex(_Index):
+    """Index of the replicas on which tenants of one band yield slots to others.
 
-    A tenant that has its fair share on each of them finds room on none, which is known without looking at them.
+    A tenant that has its fair share on each of them gets a slot on none, which is known without looking at them.
 
-    Invariant: once the changed replicas are taken in, it holds exactly the known replicas with fair places, in order;
-    `_refusing` holds those of them, by tenant, on which the tenant has requests and gets no slot.
+    Invariant: once the changed replicas are taken in, it holds exactly the known replicas with preemptible slots, in
+    order; `_refusing` holds those of them, by tenant, on which the tenant has requests and gets no slot.
     """
 
-    def __init__(self, table: LoadTable, rule: Callable[[ReplicaView], FairPlaces | None]) -> None:
+    def __init__(self, table: LoadTable, rule: Callable[[ReplicaView], PreemptibleSlots | None]) -> None:
         super().__init__(table)
         self._rule = rule
         self._rank = _Rank()
-        self._places: dict[str, FairPlaces] = {}
+        self._preemptible: dict[str, PreemptibleSlots] = {}
         self._refused: dict[str, frozenset[str]] = {}
         """Tenants that each replica refuses a slot."""
         self._refusing: dict[str, set[str]] = {}
 
     def __len__(self) -> int:
         self.take_changes()
-        return len(self._places)
+        return len(self._preemptible)
 
     def num_replicas(self, tenant: str) -> int:
         """Return the number of replicas with a slot for a tenant, whatever blocks its request needs."""
@@ -205,41 +206,39 @@ class FairRoomIndex(_Index):
             return None
 
         def is_fit(view: ReplicaView) -> bool:
-            places = self._places[view.stats.replica_id]
-            return (num_places := places.of(tenant)) > 0 and num_tokens <= places.max_tokens(num_places)
+            slots = self._preemptible[view.stats.replica_id]
+            return (num_slots := slots.of(tenant)) > 0 and num_tokens <= slots.max_tokens(num_slots)
 
         order = self._rank.by_tokens
         if num_replicas <= _MAX_LISTED:
             # A few among many are found one by one; else the first ones in the order are soon found.
-            few = self._places.keys() - self._refusing.get(tenant, ())
+            few = self._preemptible.keys() - self._refusing.get(tenant, ())
             order = sorted([self._rank.orders[replica_id][0] for replica_id in few])
-        found = _Candidates(self._table, self._rank, order, num_tokens, is_fit)
-        return found if next(found.by_tokens(), None) is not None else None
+        candidates = _Candidates(self._table, self._rank, order, num_tokens, is_fit)
+        return candidates if next(candidates.by_tokens(), None) is not None else None
 
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""
         self.take_changes()
         loads = {view.stats.replica_id: replace(view, age_s=0.0) for view in self._table.views()}
-        expected = {
-            replica_id: places for replica_id, load in loads.items() if (places := self._rule(load)) is not None
-        }
-        assert self._places == expected
-        assert self._rank.by_tokens == sorted((loads[each].outstanding_tokens, each) for each in expected)
-        assert self._rank.by_max_tokens == sorted((_most_tokens(places), each) for each, places in expected.items())
-        refusing = [(t, each) for each, places in expected.items() for t in places.by_tenant if not places.of(t)]
-        assert sorted(refusing) == sorted((t, each) for t, some in self._refusing.items() for each in some)
+        expected = {name: slots for name, load in loads.items() if (slots := self._rule(load)) is not None}
+        assert self._preemptible == expected
+        assert self._rank.by_tokens == sorted((loads[name].outstanding_tokens, name) for name in expected)
+        assert self._rank.by_max_tokens == sorted((_most_tokens(slots), name) for name, slots in expected.items())
+        refusing = [(t, name) for name, slots in expected.items() for t in slots.by_tenant if not slots.of(t)]
+        assert sorted(refusing) == sorted((t, name) for t, names in self._refusing.items() for name in names)
         assert all(self._refusing.values())
 
     def _take(self, replica_id: str, view: ReplicaView | None) -> None:
         self._rank.discard(replica_id)
-        places = None if view is None else self._rule(view)
-        if view is None or places is None:
-            self._places.pop(replica_id, None)
+        slots = None if view is None else self._rule(view)
+        if view is None or slots is None:
+            self._preemptible.pop(replica_id, None)
             self._refuse(replica_id, frozenset())
         else:
-            self._places[replica_id] = places
-            self._rank.add(replica_id, view.outstanding_tokens, _most_tokens(places))
-            self._refuse(replica_id, frozenset([tenant for tenant, num in places.by_tenant.items() if not num]))
+            self._preemptible[replica_id] = slots
+            self._rank.add(replica_id, view.outstanding_tokens, _most_tokens(slots))
+            self._refuse(replica_id, frozenset([tenant for tenant, num in slots.by_tenant.items() if not num]))
 
     def _refuse(self, replica_id: str, tenants: frozenset[str]) -> None:
         """Note the tenants that a replica refuses a slot."""
@@ -254,30 +253,30 @@ class FairRoomIndex(_Index):
                 del self._refusing[tenant]
 
 
-def _most_tokens(places: FairPlaces) -> int:
+def _most_tokens(slots: PreemptibleSlots) -> int:
     """Return the most tokens of any tenant's request that finds blocks."""
-    return places.max_tokens(max(places.of_newcomer, max(places.by_tenant.values(), default=0)))
+    return slots.max_tokens(max(slots.of_newcomer, max(slots.by_tenant.values(), default=0)))
 
 
-class Rooms:
-    """Indexes of the replicas with room by a slot policy: for each band, and for other tenants that give way."""
+class CapacityIndex:
+    """Indexes of the replicas with capacity by a slot policy: for each band, and by the slots that tenants yield."""
 
     def __init__(self, table: LoadTable, slots: SlotPolicy) -> None:
         self._table = table
         self._slots = slots
-        self._places: dict[tuple[Band, bool, bool], RoomIndex] = {}
-        self._giving_way = {band: FairRoomIndex(table, self._fair_rule(band)) for band in Band}
+        self._of_band: dict[tuple[Band, bool, bool], BandIndex] = {}
+        self._yielding = {band: PreemptionIndex(table, self._fair_rule(band)) for band in Band}
 
-    def of_band(self, band: Band, is_starved: bool) -> RoomIndex:
-        """Return the replicas with places for a band; `is_starved`: the band is."""
+    def of_band(self, band: Band, is_starved: bool) -> BandIndex:
+        """Return the replicas with capacity for a band; `is_starved`: the band is."""
         key = (band, is_starved, self._table.cluster().num_serving == 1)
-        if key not in self._places:
-            self._places[key] = RoomIndex(self._table, self._rule(*key))
-        return self._places[key]
+        if key not in self._of_band:
+            self._of_band[key] = BandIndex(self._table, self._rule(*key))
+        return self._of_band[key]
 
-    def giving_way(self, band: Band) -> FairRoomIndex:
-        """Return the replicas without an unused slot for a band on which its tenants give up slots to others."""
-        return self._giving_way[band]
+    def yielding(self, band: Band) -> PreemptionIndex:
+        """Return the replicas without an unused slot for a band on which its tenants yield slots to others."""
+        return self._yielding[band]
 
     def trim(self) -> None:
         """Bound what the indexes that are not asked remember of forgotten replicas. Called once in a while."""
@@ -291,17 +290,17 @@ class Rooms:
             index.check_invariants()
 
     def _indexes(self) -> list[_Index]:
-        return [*self._places.values(), *self._giving_way.values()]
+        return [*self._of_band.values(), *self._yielding.values()]
 
-    def _rule(self, band: Band, is_starved: bool, is_only: bool) -> Callable[[ReplicaView], Room | None]:
+    def _rule(self, band: Band, is_starved: bool, is_only: bool) -> Callable[[ReplicaView], Capacity | None]:
         starved = _ALL_BANDS if is_starved else _NO_BANDS
 
-        def room(view: ReplicaView) -> Room | None:
-            if self._slots.places(view, band, starved, is_only) <= 0:
+        def capacity(view: ReplicaView) -> Capacity | None:
+            if self._slots.num_assignable(view, band, starved, is_only) <= 0:
                 return None
-            return Room(self._slots.max_tokens(view, band, starved), self._slots.is_ready(view, band))
+            return Capacity(self._slots.max_tokens(view, band, starved), self._slots.has_free_slot(view, band))
 
-        return room
+        return capacity
 
-    def _fair_rule(self, band: Band) -> Callable[[ReplicaView], FairPlaces | None]:
-        return lambda view: self._slots.fair_places(view, band)
+    def _fair_rule(self, band: Band) -> Callable[[ReplicaView], PreemptibleSlots | None]:
+        return lambda view: self._slots.preemptible_slots(view, band)

@@ -1,9 +1,12 @@
-"""Sums over the tenants that wait, by their turns, so that a prediction need not visit each of them."""
+"""Sums over the tenants that wait, so that a prediction need not visit each of them."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 
 _MAX_BUCKET = 64
 
@@ -75,47 +78,43 @@ class SummedKeys:
         self._sums.insert(index + 1, value)
 
 
-class Turns:
-    """Tokens that waiting tenants are served until a turn, summed over all tenants.
+@dataclass(frozen=True, slots=True)
+class WaitingTokens:
+    """Tokens of one tenant that wait."""
 
-    A tenant whose counter is c has q tokens waiting, the first e of them in its first request. Until the turn t it is
-    served min(q, t - c + e) tokens if c <= t, and else none: it is dispatched until its counter has passed the turn, up
-    to one request beyond it. That is a sum over the tenants with c <= t, less one over those with c + q - e <= t.
-    """
+    counter: int
+    """The tenant's virtual token counter."""
+    total: int
+    first: int
+    """Tokens of its first request."""
 
-    def __init__(self) -> None:
-        self._terms = SummedKeys()
-        """Terms of the sum by the turn from which on they count, for each tenant: t - c + e from c on, and
-        c + q - e - t from c + q - e on. A count stands for t."""
-        self._known: dict[str, tuple[int, int, int]] = {}
+    def served_until(self, turn: int) -> int:
+        """Return the tokens that the tenant is served until the least counter of all tenants has reached `turn`.
 
-    def update(self, name: str, waiting: tuple[int, int, int] | None) -> None:
-        """Note a tenant's counter, its waiting tokens and those of its first request; None: it does not wait."""
-        before = self._known.pop(name, None)
-        if before is not None:
-            start, end = _bounds(before)
-            self._terms.add(start, start - before[2], -1)
-            self._terms.add(end, -end, 1)
-        if waiting is not None:
-            start, end = _bounds(waiting)
-            self._known[name] = waiting
-            self._terms.add(start, waiting[2] - start, 1)
-            self._terms.add(end, end, -1)
+        It is dispatched until its own counter has passed the turn, which is up to one request beyond it. Each request
+        counts as long as the first.
+        """
+        return min(self.total, turn - self.counter + self.first) if self.counter <= turn else 0
 
-    def num_tokens(self, turn: int, but: str) -> int:
+
+class TokensByTurn:
+    """Waiting tokens of many tenants at one moment, summed up so that a question need not visit each tenant."""
+
+    def __init__(self, tenants: Mapping[str, WaitingTokens]) -> None:
+        self._tenants = tenants
+        # Each tenant adds turn + (first - counter) from its counter on, and no more than `total` from `end` on.
+        starts = sorted((tokens.counter, tokens.first - tokens.counter) for tokens in tenants.values())
+        ends = sorted(tokens.counter + tokens.total - tokens.first for tokens in tenants.values())
+        self._starts, self._ends = [counter for counter, _ in starts], ends
+        self._start_sums = list(accumulate((offset for _, offset in starts), initial=0))
+        self._end_sums = list(accumulate(ends, initial=0))
+
+    def served_until(self, turn: int, but: str) -> int:
         """Return the tokens that all tenants but one are served until a turn."""
-        num_turns, others = self._terms.up_to(turn)
-        return num_turns * turn + others - self._of(but, turn)
-
-    def check_invariants(self) -> None:
-        """Fail if an invariant of the class does not hold."""
-        self._terms.check_invariants()
-
-    def _of(self, name: str, turn: int) -> int:
-        if name not in self._known:
-            return 0
-        counter, num_tokens, num_first = self._known[name]
-        return min(num_tokens, turn - counter + num_first) if counter <= turn else 0
+        num_started, num_ended = bisect_right(self._starts, turn), bisect_right(self._ends, turn)
+        served = (num_started - num_ended) * turn + self._start_sums[num_started] + self._end_sums[num_ended]
+        own = self._tenants.get(but)
+        return served if own is None else served - own.served_until(turn)
 
 
 class LargestFirst:
@@ -144,9 +143,3 @@ class LargestFirst:
     def first(self, most: int) -> dict[str, int]:
         """Return the largest sizes by name, at most `most` of them."""
         return {name: -size for size, name in self._ordered[:most]}
-
-
-def _bounds(waiting: tuple[int, int, int]) -> tuple[int, int]:
-    """Return the turns from which on a tenant is served, and from which on it has been served all that waits."""
-    counter, num_tokens, num_first = waiting
-    return counter, counter + num_tokens - num_first
