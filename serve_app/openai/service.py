@@ -23,6 +23,7 @@ from serve_app.openai.reply.format import (
     CompletionFormat,
     JsonObject,
     Progress,
+    ReplyFormat,
     ReplyHead,
     fingerprint_of,
 )
