@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from serve_app.cli.config_options import read_config, read_config_file, with_config_options
 from serve_app.cli.main import app
-from serve_app.cli.ports import Address, reserved
 from serve_app.cli.serve import is_loopback
+from serve_app.cli.server.ports import Address, reserved
 from serve_app.config import HeadwayConfig
 from testkit.free_port import free_port
 

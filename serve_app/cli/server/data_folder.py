@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from serve_app.cli.locks import try_lock
-from serve_app.cli.ports import Address
+from serve_app.cli.server.locks import try_lock
+from serve_app.cli.server.ports import Address
 from serve_app.config import HeadwayConfig
 
 _SERVERS = "servers"

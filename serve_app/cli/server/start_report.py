@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from replicas.protocol import ModelCard
-from serve_app.cli.data_folder import left_data_dir
-from serve_app.cli.private_cluster import PrivateCluster
+from serve_app.cli.server.data_folder import left_data_dir
+from serve_app.cli.server.private_cluster import PrivateCluster
 from serve_app.config import HeadwayConfig
 from serve_app.models.progress import spinner
 

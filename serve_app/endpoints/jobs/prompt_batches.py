@@ -8,10 +8,10 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.endpoints.job_objects import prompt_output, unix_second
-from serve_app.endpoints.job_requests import JobRequests
-from serve_app.endpoints.jobs import RETRY_AFTER_S
-from serve_app.endpoints.new_batches import PromptBatchMaker
+from serve_app.endpoints.jobs.job_objects import prompt_output, unix_second
+from serve_app.endpoints.jobs.job_requests import JobRequests
+from serve_app.endpoints.jobs.jobs import RETRY_AFTER_S
+from serve_app.endpoints.jobs.new_batches import PromptBatchMaker
 from serve_app.http.exchange import Routes, caller_of, exchange_of, json_response, tenant_of
 from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, LineRecord, LineStatus
 from serve_app.openai.reply.format import JsonObject

@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replicas.protocol import Band
-from serve_app.endpoints.job_objects import batch_object, list_object
-from serve_app.endpoints.job_requests import JobRequests, Submitter
+from serve_app.endpoints.jobs.job_objects import batch_object, list_object
+from serve_app.endpoints.jobs.job_requests import JobRequests, Submitter
 from serve_app.http.exchange import Routes, json_response, tenant_of
 from serve_app.jobs.api.records import BatchKind, BatchRecord, NewBatch, PageRequest
 from serve_app.openai.reply.format import JsonObject

@@ -16,8 +16,8 @@ from serve_app.benchmark.levels import Arrivals, Concurrency, Extent, Level, Rat
 from serve_app.benchmark.rows import Targets
 from serve_app.benchmark.trace import band_of, read_trace
 from serve_app.benchmark.workload import Endpoint, Lengths, Workload
-from serve_app.cli.client import DEFAULT_URL, KeyOption, UrlOption, connected
-from serve_app.cli.terminal import stderr
+from serve_app.cli.clients.client import DEFAULT_URL, KeyOption, UrlOption, connected
+from serve_app.cli.clients.terminal import stderr
 
 _DEFAULT_CONCURRENCY = "4"
 _PLOT_KINDS = (".png", ".svg")

@@ -13,8 +13,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serve_app.cli.client import DEFAULT_URL, JsonObject, KeyOption, ServerClient, ServerError, UrlOption, connected
-from serve_app.cli.terminal import date_text, print_table, stderr
+from serve_app.cli.clients.client import (
+    DEFAULT_URL,
+    JsonObject,
+    KeyOption,
+    ServerClient,
+    ServerError,
+    UrlOption,
+    connected,
+)
+from serve_app.cli.clients.terminal import date_text, print_table, stderr
 
 FINAL = ("completed", "failed", "expired", "cancelled")
 RETRY_LIMIT_S = 120.0

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.client import DEFAULT_URL, JsonObject, KeyOption, UrlOption, connected
+from serve_app.cli.clients.client import DEFAULT_URL, JsonObject, KeyOption, UrlOption, connected
 
 _CELLS = {
     "received": ("r", "bright_black"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pydantic_core import to_json
 
 from replicas.errors import InvalidRequest
-from serve_app.endpoints.job_requests import Submitter
+from serve_app.endpoints.jobs.job_requests import Submitter
 from serve_app.jobs.api.new_lines import NewLine, NewLines
 from serve_app.jobs.api.records import BatchKind, JobsSettings, NewBatch
 from serve_app.openai.reply.format import JsonObject

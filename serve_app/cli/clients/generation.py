@@ -12,7 +12,7 @@ from unicodedata import category
 import typer
 
 from replicas.protocol import Band
-from serve_app.cli.client import JsonObject, ServerClient, ServerError
+from serve_app.cli.clients.client import JsonObject, ServerClient, ServerError
 
 BandName = Literal["interactive", "standard", "batch"]
 

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from serve_app.cli.client import DEFAULT_URL, KeyOption, ServerClient, ServerError, UrlOption, connected
-from serve_app.cli.conversation import Conversation, NotAConversation, Turn
-from serve_app.cli.generation import (
+from serve_app.cli.clients.client import DEFAULT_URL, KeyOption, ServerClient, ServerError, UrlOption, connected
+from serve_app.cli.clients.conversation import Conversation, NotAConversation, Turn
+from serve_app.cli.clients.generation import (
     STOPPED,
     Answer,
     BandOption,
@@ -27,7 +27,7 @@ from serve_app.cli.generation import (
     stream_answer,
     write_to_stdout,
 )
-from serve_app.cli.terminal import message_of, stderr
+from serve_app.cli.clients.terminal import message_of, stderr
 
 _PATH = "/v1/chat/completions"
 _PROMPT, _CONTINUATION = ">>> ", "... "

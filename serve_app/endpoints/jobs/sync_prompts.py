@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from replicas.errors import InvalidRequest
 from replicas.timing.clock import Clock
-from serve_app.endpoints.job_objects import completed_output, unfinished_output
-from serve_app.endpoints.new_batches import PromptBatchMaker, SyncPrompts
+from serve_app.endpoints.jobs.job_objects import completed_output, unfinished_output
+from serve_app.endpoints.jobs.new_batches import PromptBatchMaker, SyncPrompts
 from serve_app.http.bodies import BodyReader
 from serve_app.http.exchange import Exchange, Routes, caller_of, exchange_of, fail
 from serve_app.http.settings import IngressSettings

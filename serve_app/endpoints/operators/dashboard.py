@@ -15,8 +15,8 @@ from replicas.errors import ServingError
 from replicas.protocol import Band, Metric
 from router.flow.flow_queue import BandQueueSize
 from serve_app.endpoints.event_stream import CONTENT_TYPE
-from serve_app.endpoints.load_objects import autoscaling_of, load_of
-from serve_app.endpoints.operations import Backends
+from serve_app.endpoints.operators.load_objects import autoscaling_of, load_of
+from serve_app.endpoints.operators.operations import Backends
 from serve_app.http.exchange import Routes, exchange_of
 from serve_app.http.gate import Gate
 from serve_app.http.live_feed import LiveFeed

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from serve_app.cli.locks import try_lock
+from serve_app.cli.server.locks import try_lock
 
 _NUM_KEPT = 10
 """Log files that are kept in a folder."""

@@ -24,8 +24,8 @@ import psutil
 import tenacity
 
 from replicas.timing.cpu_scheduling import use_batch_scheduling
-from serve_app.cli.haproxy import haproxy_environment
-from serve_app.cli.ports import LOOPBACK, Address, port_block
+from serve_app.cli.server.haproxy import haproxy_environment
+from serve_app.cli.server.ports import LOOPBACK, Address, port_block
 from serve_app.http.edge import CONNECTIONS_VARIABLE, MIDDLEWARE_PATH
 
 _OBJECT_STORE_BYTES = 256 * 2**20

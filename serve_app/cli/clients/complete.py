@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from serve_app.cli.client import ANSWER_TIMEOUT, DEFAULT_URL, JsonObject, KeyOption, UrlOption, connected
-from serve_app.cli.generation import (
+from serve_app.cli.clients.client import ANSWER_TIMEOUT, DEFAULT_URL, JsonObject, KeyOption, UrlOption, connected
+from serve_app.cli.clients.generation import (
     STOPPED,
     BandOption,
     ModelOption,
@@ -21,7 +21,7 @@ from serve_app.cli.generation import (
     stream_answer,
     write_to_stdout,
 )
-from serve_app.cli.terminal import stderr
+from serve_app.cli.clients.terminal import stderr
 
 _PATH = "/v1/completions"
 

@@ -7,8 +7,8 @@ from starlette.responses import Response
 
 from replicas.errors import ServingError
 from replicas.timing.clock import Clock
-from serve_app.endpoints.job_objects import file_object, list_object
-from serve_app.endpoints.job_requests import JobRequests
+from serve_app.endpoints.jobs.job_objects import file_object, list_object
+from serve_app.endpoints.jobs.job_requests import JobRequests
 from serve_app.errors import body_too_large
 from serve_app.http.bodies import FORM_BYTES, Upload, boundary_of
 from serve_app.http.exchange import Routes, content_length, exchange_of, json_response, tenant_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from replicas.protocol import ModelCard
-from serve_app.cli.ports import Address
+from serve_app.cli.server.ports import Address
 from serve_app.config import HeadwayConfig
 
 if TYPE_CHECKING:

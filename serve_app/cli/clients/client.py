@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from serve_app.cli.terminal import fail, message_of
+from serve_app.cli.clients.terminal import fail, message_of
 
 JsonObject = dict[str, Any]
 

@@ -13,8 +13,8 @@ from rich.filesize import decimal
 from replicas.errors import ModelLoadError
 from replicas.model.loading.checks import available_memory_bytes, num_weights
 from replicas.model.loading.memory import replica_memory
-from serve_app.cli.machine_checks import Check, Status
-from serve_app.cli.terminal import stderr
+from serve_app.cli.checks.machine_checks import Check, Status
+from serve_app.cli.clients.terminal import stderr
 from serve_app.config import HeadwayConfig
 from serve_app.models.torch_process import run_module
 

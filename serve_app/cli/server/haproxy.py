@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic_core import to_json
 
-from serve_app.cli.ports import LOOPBACK, Address, PortBlock
+from serve_app.cli.server.ports import LOOPBACK, Address, PortBlock
 from serve_app.errors import ErrorReply
 from serve_app.http.edge import (
     INGRESS_LOST,

@@ -15,7 +15,7 @@ from replicas.protocol import Band, EngineMetrics
 from router.dispatch import Dispatcher
 from router.scaling.autoscaling_loop import AutoscalingLoop
 from router.types import LatencyTargets, ReplicaView
-from serve_app.endpoints.load_objects import autoscaling_of, load_of
+from serve_app.endpoints.operators.load_objects import autoscaling_of, load_of
 from serve_app.errors import replica_not_found
 from serve_app.http.exchange import Routes, json_response
 from serve_app.jobs.access import JobsAccess

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from serve_app.cli import application
-from serve_app.cli.access_lines import AccessLines, LogFormat
-from serve_app.cli.ports import LOOPBACK, Address
-from serve_app.cli.private_cluster import PrivateCluster, private_cluster
-from serve_app.cli.serve_log import Tail, Terminal, output_to
-from serve_app.cli.start_report import Report, Steps, step_of
+from serve_app.cli.server import application
+from serve_app.cli.server.access_lines import AccessLines, LogFormat
+from serve_app.cli.server.ports import LOOPBACK, Address
+from serve_app.cli.server.private_cluster import PrivateCluster, private_cluster
+from serve_app.cli.server.serve_log import Tail, Terminal, output_to
+from serve_app.cli.server.start_report import Report, Steps, step_of
 from serve_app.config import HeadwayConfig
 from serve_app.keys.key_file import digest_of
 

@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replicas.errors import ServingError
-from serve_app.endpoints.job_objects import job_object, job_status, status_object
-from serve_app.endpoints.job_requests import JobRequests, Submitter
-from serve_app.endpoints.new_batches import JobMaker, NewJob
+from serve_app.endpoints.jobs.job_objects import job_object, job_status, status_object
+from serve_app.endpoints.jobs.job_requests import JobRequests, Submitter
+from serve_app.endpoints.jobs.new_batches import JobMaker, NewJob
 from serve_app.http.exchange import Routes, caller_of, json_response, tenant_of
 from serve_app.http.streaming import while_connected
 from serve_app.jobs.api.records import BatchKind, BatchRecord, LineRecord, Submission
