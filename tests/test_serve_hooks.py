@@ -1,4 +1,4 @@
-"""Hooks into private parts of Ray Serve: one table in docs/architecture.md, and one version for which they were made."""
+"""Hooks into private parts of Ray Serve: one table in docs/architecture.md, made for one version of Serve."""
 
 import ast
 import re
