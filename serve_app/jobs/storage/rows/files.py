@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, delete, insert, or_, select
 
 from serve_app.jobs.api.records import BatchStatus, FileInUse, FileRecord, Page, PageRequest, UnknownFile
-from serve_app.jobs.storage.batches import UNFINISHED
-from serve_app.jobs.storage.tables import batches, files, files_to_delete, read_page
+from serve_app.jobs.storage.rows.batches import UNFINISHED
+from serve_app.jobs.storage.schema.tables import batches, files, files_to_delete, read_page
 
 READING = (BatchStatus.VALIDATING.value,)
 """Statuses in which a batch reads its input file. Validation copies its lines; later the file is not needed."""

@@ -22,7 +22,7 @@ from serve_app.jobs.api.records import (
     RequestCounts,
     UnknownBatch,
 )
-from serve_app.jobs.storage.tables import batches, deliveries, idempotency_keys, lines, read_page
+from serve_app.jobs.storage.schema.tables import batches, deliveries, idempotency_keys, lines, read_page
 
 BatchRow = Row[Any]
 FINAL = tuple(status.value for status in BatchStatus if status.is_final)

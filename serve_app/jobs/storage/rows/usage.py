@@ -8,7 +8,7 @@ from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from replicas.protocol import Band
 from serve_app.jobs.api.usage import UsageKey, UsagePage, UsageQuery, UsageReport, UsageRow, UsageSums
-from serve_app.jobs.storage.tables import usage, usage_reporters
+from serve_app.jobs.storage.schema.tables import usage, usage_reporters
 
 _KEEP_REPORTERS_S = 7 * 86_400.0
 """Seconds after its last report at which a process is forgotten; it has ended long before."""

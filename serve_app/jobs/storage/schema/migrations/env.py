@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from serve_app.jobs.storage.tables import metadata
+from serve_app.jobs.storage.schema.tables import metadata
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
 context.run_migrations()

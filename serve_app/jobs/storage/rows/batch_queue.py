@@ -11,7 +11,7 @@ from sqlalchemy import BigInteger, Connection, Select, bindparam, cast, func, se
 
 from replicas.protocol import Band
 from serve_app.jobs.api.records import BatchKind, BatchStatus
-from serve_app.jobs.storage.tables import batches, lines
+from serve_app.jobs.storage.schema.tables import batches, lines
 from serve_app.tracing.context import TraceContext
 
 _DEADLINE_STEP_S = 64.0
