@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from serve_app.cli.private_cluster import private_ray_environment
+from serve_app.cli.server.private_cluster import private_ray_environment
 from testkit.free_port import free_port
 
 

@@ -20,8 +20,8 @@ from typing import get_type_hints
 
 import httpx
 
-from serve_app.cli.ports import LOOPBACK, Address
-from serve_app.cli.private_cluster import private_cluster
+from serve_app.cli.server.ports import LOOPBACK, Address
+from serve_app.cli.server.private_cluster import private_cluster
 from testkit.free_port import free_port
 from testkit.serving.served import ROOT, Served, answers, running, wait_for
 

@@ -15,20 +15,20 @@ from starlette.responses import Response
 
 from replicas.errors import ServingError
 from replicas.timing.clock import Clock
-from serve_app.endpoints.batches import BatchEndpoints
-from serve_app.endpoints.completions import CompletionEndpoints
-from serve_app.endpoints.dashboard import DashboardEndpoints, Snapshots
-from serve_app.endpoints.files import FileEndpoints
-from serve_app.endpoints.job_requests import JobRequests
-from serve_app.endpoints.jobs import JobEndpoints
-from serve_app.endpoints.models import ModelEndpoints
-from serve_app.endpoints.new_batches import JobMaker, PromptBatchMaker
-from serve_app.endpoints.operations import Backends, OperationsEndpoints
+from serve_app.endpoints.generation.completions import CompletionEndpoints
+from serve_app.endpoints.generation.models import ModelEndpoints
+from serve_app.endpoints.generation.requests import RequestEndpoints
+from serve_app.endpoints.jobs.batches import BatchEndpoints
+from serve_app.endpoints.jobs.files import FileEndpoints
+from serve_app.endpoints.jobs.job_requests import JobRequests
+from serve_app.endpoints.jobs.jobs import JobEndpoints
+from serve_app.endpoints.jobs.new_batches import JobMaker, PromptBatchMaker
+from serve_app.endpoints.jobs.prompt_batches import PromptBatchEndpoints
+from serve_app.endpoints.jobs.sync_prompts import SyncPromptEndpoints
+from serve_app.endpoints.operators.dashboard import DashboardEndpoints, Snapshots
+from serve_app.endpoints.operators.operations import Backends, OperationsEndpoints
+from serve_app.endpoints.operators.usage import UsageEndpoints
 from serve_app.endpoints.pages import PageEndpoints
-from serve_app.endpoints.prompt_batches import PromptBatchEndpoints
-from serve_app.endpoints.requests import RequestEndpoints
-from serve_app.endpoints.sync_prompts import SyncPromptEndpoints
-from serve_app.endpoints.usage import UsageEndpoints
 from serve_app.errors import HttpError, http_failure, method_not_allowed, route_not_found
 from serve_app.http.access_log import AccessLog
 from serve_app.http.bodies import BodyReader

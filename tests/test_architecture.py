@@ -262,7 +262,7 @@ def test_the_command_starts_without_ray_or_torch() -> None:
     heavy = {"ray", "torch", "transformers", "fastapi", "sqlalchemy", "pydantic"}
     import_without(
         (),
-        ["serve_app.cli.main", "serve_app.cli.chat"],
+        ["serve_app.cli.main", "serve_app.cli.clients.chat"],
         f"found = {heavy!r} & set(sys.modules); assert not found, found",
     )
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SERVE_VERSION = "2.60.0"
 PRODUCT = ("serve_app", "router", "replicas")
 # Written into HAProxy's configuration, which Serve has no private name for.
-BY_TEXT = {"serve_app/cli/haproxy.py"}
+BY_TEXT = {"serve_app/cli/server/haproxy.py"}
 
 
 def documented() -> dict[str, str]:

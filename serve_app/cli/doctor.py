@@ -12,9 +12,9 @@ from rich.console import Console
 
 from replicas.errors import ModelLoadError
 from replicas.model.loading.checks import check_config
-from serve_app.cli.client import KeyOption, ServerClient, ServerError, root_of
-from serve_app.cli.machine_checks import Check, Status, folder_check, machine_checks
-from serve_app.cli.model_checks import diagnosis_checks
+from serve_app.cli.checks.machine_checks import Check, Status, folder_check, machine_checks
+from serve_app.cli.checks.model_checks import diagnosis_checks
+from serve_app.cli.clients.client import KeyOption, ServerClient, ServerError, root_of
 from serve_app.config import HeadwayConfig
 from serve_app.models.default_model import DEFAULT_MODEL_NAME
 from serve_app.models.gguf import MODELS_DIRECTORY, local_checkpoint

@@ -12,8 +12,8 @@ import typer
 from filelock import Timeout
 
 from replicas.protocol import Band
-from serve_app.cli.generation import BandName
-from serve_app.cli.terminal import fail, message_of, print_table, stderr
+from serve_app.cli.clients.generation import BandName
+from serve_app.cli.clients.terminal import fail, message_of, print_table, stderr
 from serve_app.keys.key_file import KeyOwner, changed_owners, digest_of, new_key, read_owners
 
 _SHOWN_DIGITS = 12

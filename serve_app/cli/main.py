@@ -11,12 +11,12 @@ from typer.core import TyperGroup
 
 _COMMANDS = {
     "serve": "serve_app.cli.serve:serve",
-    "chat": "serve_app.cli.chat:chat",
-    "complete": "serve_app.cli.complete:complete",
-    "batch": "serve_app.cli.batch:app",
-    "top": "serve_app.cli.top:top",
+    "chat": "serve_app.cli.clients.chat:chat",
+    "complete": "serve_app.cli.clients.complete:complete",
+    "batch": "serve_app.cli.clients.batch:app",
+    "top": "serve_app.cli.clients.top:top",
     "grafana": "serve_app.cli.grafana:grafana",
-    "bench": "serve_app.cli.bench:bench",
+    "bench": "serve_app.cli.clients.bench:bench",
     "models": "serve_app.cli.models:app",
     "keys": "serve_app.cli.keys:app",
     "doctor": "serve_app.cli.doctor:doctor",

@@ -10,7 +10,7 @@ from filelock import Timeout
 from rich.filesize import decimal
 
 from replicas.errors import ModelLoadError
-from serve_app.cli.terminal import date_text, fail, print_table
+from serve_app.cli.clients.terminal import date_text, fail, print_table
 from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Models in the caches of this machine.")

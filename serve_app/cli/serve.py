@@ -17,15 +17,15 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from replicas.errors import ModelLoadError
-from serve_app.cli.access_lines import LogFormat
 from serve_app.cli.config_options import ConfigError, read_config, read_config_file, with_config_options
-from serve_app.cli.data_folder import own_data_dir
-from serve_app.cli.own_session import run_in_own_session
-from serve_app.cli.ports import Address, reserved
-from serve_app.cli.private_cluster import MAX_CONNECTIONS_PER_ADDRESS
-from serve_app.cli.serve_log import new_log_file
-from serve_app.cli.served_model import prepare_model
-from serve_app.cli.server import Front, Server
+from serve_app.cli.server.access_lines import LogFormat
+from serve_app.cli.server.data_folder import own_data_dir
+from serve_app.cli.server.own_session import run_in_own_session
+from serve_app.cli.server.ports import Address, reserved
+from serve_app.cli.server.private_cluster import MAX_CONNECTIONS_PER_ADDRESS
+from serve_app.cli.server.serve_log import new_log_file
+from serve_app.cli.server.served_model import prepare_model
+from serve_app.cli.server.server import Front, Server
 from serve_app.config import HeadwayConfig
 from serve_app.one_root import ForeignPackage, check_one_root
 

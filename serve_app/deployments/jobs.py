@@ -64,7 +64,7 @@ class Jobs:
         from serve_app.jobs.execution.throughput import BacklogView
         from serve_app.jobs.files.store import FsspecStore, make_directory
         from serve_app.jobs.runtime import JobsRuntime
-        from serve_app.jobs.storage.database import Database, JobsContext
+        from serve_app.jobs.storage.schema.database import Database, JobsContext
         from serve_app.jobs.usage import UsageLedger, UsageReporter
 
         self._registry = CollectorRegistry()

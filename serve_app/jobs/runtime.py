@@ -23,11 +23,11 @@ from serve_app.jobs.lifecycle.sweeper import Sweeper
 from serve_app.jobs.lifecycle.validator import Validator
 from serve_app.jobs.metrics import jobs_metrics, storage_metric
 from serve_app.jobs.service import SqlJobsService
-from serve_app.jobs.storage.batches import count_by_status, running_batches
-from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.lines import EndedLines
 from serve_app.jobs.storage.ownership import Ownership
+from serve_app.jobs.storage.rows.batches import count_by_status, running_batches
+from serve_app.jobs.storage.schema.database import JobsContext
 from serve_app.jobs.webhooks.sender import AttemptOutcome
 
 logger = logging.getLogger(__name__)

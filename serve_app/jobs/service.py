@@ -27,13 +27,13 @@ from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 from serve_app.jobs.execution.throughput import ThroughputEstimator
 from serve_app.jobs.lifecycle.line_size import sized
 from serve_app.jobs.lifecycle.state_loops import BatchEvents
-from serve_app.jobs.storage import batches, files
 from serve_app.jobs.storage.batch_states import cancel_batch
-from serve_app.jobs.storage.batches import batch_record, get_batch
-from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.lines import LineRow, new_rows
+from serve_app.jobs.storage.rows import batches, files
+from serve_app.jobs.storage.rows.batches import batch_record, get_batch
+from serve_app.jobs.storage.rows.usage import add_report, find_usage
+from serve_app.jobs.storage.schema.database import JobsContext
 from serve_app.jobs.storage.submission import accepted_before, submit_batch
-from serve_app.jobs.storage.usage import add_report, find_usage
 
 _FEW_LINES = 8
 """Rows of at most this many lines are built on the event loop; rows of more in a thread."""

@@ -34,7 +34,7 @@ from serve_app.jobs.execution.throughput import BacklogView
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.runtime import JobsRuntime
 from serve_app.jobs.service import SqlJobsService
-from serve_app.jobs.storage.database import Database, JobsContext
+from serve_app.jobs.storage.schema.database import Database, JobsContext
 from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard

@@ -21,12 +21,12 @@ from serve_app.jobs.api.records import (
 )
 from serve_app.jobs.lifecycle.line_size import sized
 from serve_app.jobs.storage.batch_states import UnclaimedBatches
-from serve_app.jobs.storage.batches import BatchRow
-from serve_app.jobs.storage.database import Database, JobsContext
 from serve_app.jobs.storage.lines import LeasedLine, LineResult, lease_lines, new_rows
 from serve_app.jobs.storage.ownership import add_owner
+from serve_app.jobs.storage.rows.batches import BatchRow
+from serve_app.jobs.storage.schema.database import Database, JobsContext
+from serve_app.jobs.storage.schema.tables import batches, lines, owners
 from serve_app.jobs.storage.submission import submit_batch
-from serve_app.jobs.storage.tables import batches, lines, owners
 from testkit.jobs.memory_files import MemoryFiles
 
 MODEL = "tiny"

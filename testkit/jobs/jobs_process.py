@@ -23,7 +23,7 @@ from serve_app.jobs.execution.line_runner import LineRunner
 from serve_app.jobs.execution.planning import LineCapacity
 from serve_app.jobs.execution.throughput import BacklogView
 from serve_app.jobs.runtime import JobsRuntime
-from serve_app.jobs.storage.database import Database, JobsContext
+from serve_app.jobs.storage.schema.database import Database, JobsContext
 from serve_app.monitoring.http import OutputMetrics
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import GenerationBody

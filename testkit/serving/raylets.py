@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
-from serve_app.cli.private_cluster import SERVE_ENVIRONMENT, private_ray_environment
+from serve_app.cli.server.private_cluster import SERVE_ENVIRONMENT, private_ray_environment
 from serve_app.config import HeadwayConfig
 from testkit.engine.faulty_runner import FaultyRunner
 from testkit.free_port import free_port

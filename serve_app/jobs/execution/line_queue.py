@@ -11,11 +11,11 @@ from sqlalchemy import Connection
 from replicas.protocol import Band
 from serve_app.jobs.execution.planning import LeaseRequest
 from serve_app.jobs.execution.throughput import BacklogView
-from serve_app.jobs.storage import batch_queue
-from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
-from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.lines import LeasedLine, lease_lines, release_lines
 from serve_app.jobs.storage.ownership import Ownership, Speed, other_workers
+from serve_app.jobs.storage.rows import batch_queue
+from serve_app.jobs.storage.rows.batch_queue import Backlog, OpenBatch
+from serve_app.jobs.storage.schema.database import JobsContext
 
 _REFRESH_S = 3.0
 """Longest time between two polls of the database."""

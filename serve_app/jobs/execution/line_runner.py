@@ -16,8 +16,8 @@ from router.timeline import Timeline
 from serve_app.errors import reply_to
 from serve_app.jobs.api.records import BatchKind, LineStatus
 from serve_app.jobs.execution.line_task import Attempt, LineRegistry, LineTask
-from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
+from serve_app.jobs.storage.rows.batch_queue import Backlog, OpenBatch
 from serve_app.keys.authenticator import Principal
 from serve_app.monitoring.http import OutputMetrics
 from serve_app.openai.reply.prepared_completion import PreparedCompletion

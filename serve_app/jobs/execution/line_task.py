@@ -11,8 +11,8 @@ from replicas.protocol import Band
 from replicas.timing.clock import Clock
 from router.timeline import Timeline
 from serve_app.jobs.api.records import JsonObject
-from serve_app.jobs.storage.batch_queue import OpenBatch
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
+from serve_app.jobs.storage.rows.batch_queue import OpenBatch
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.reply.request_view import RequestView
 from serve_app.openai.request.caller import WorkOwner

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from replicas.protocol import BANDS, Band
 from router.flow.flow_queue import FlowQueue
 from router.types import ReplicaView
-from serve_app.jobs.storage.batch_queue import OpenBatch
+from serve_app.jobs.storage.rows.batch_queue import OpenBatch
 
 _AHEAD_SHARE = 4
 """Slots per line that waits ahead. Such a line is already leased and tokenized when a slot becomes free, and one

@@ -9,9 +9,9 @@ from replicas.protocol import Band
 from replicas.timing.clock import Clock
 from replicas.timing.rates import SlidingRate
 from router.scaling.autoscaling_loop import BacklogWork
-from serve_app.jobs.storage.batch_queue import Backlog
 from serve_app.jobs.storage.lines import LineResult
 from serve_app.jobs.storage.ownership import Speed
+from serve_app.jobs.storage.rows.batch_queue import Backlog
 
 _WINDOW_S = 60.0
 _RESOLUTION_S = 1.0

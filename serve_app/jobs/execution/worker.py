@@ -12,9 +12,9 @@ from serve_app.jobs.execution.line_queue import LineQueue
 from serve_app.jobs.execution.line_runner import LineRunner, backlog_of
 from serve_app.jobs.execution.line_task import LineTask
 from serve_app.jobs.execution.planning import LineCapacity, plan, raised_band
-from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.lines import EndedLines, LineResult, end_lines
 from serve_app.jobs.storage.ownership import Ownership
+from serve_app.jobs.storage.schema.database import JobsContext
 from serve_app.wakeup import Wakeup
 
 _POLL_PERIOD_S = 0.25

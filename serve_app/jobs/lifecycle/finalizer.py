@@ -13,9 +13,9 @@ from sqlalchemy import Row
 from serve_app.jobs.api.records import BatchKind, BatchStatus, FileRecord, LineStatus
 from serve_app.jobs.lifecycle.validator import CHUNK_LINES, OwnershipLost, delete_own_lines
 from serve_app.jobs.storage.batch_states import finish_batch
-from serve_app.jobs.storage.batches import BatchRow, select_batch
-from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.lines import close_lines, ended_lines, request_id_of
+from serve_app.jobs.storage.rows.batches import BatchRow, select_batch
+from serve_app.jobs.storage.schema.database import JobsContext
 
 _UNDONE = {
     BatchStatus.EXPIRED.value: (

@@ -15,9 +15,9 @@ from serve_app.jobs.api.records import BatchStatus, NewBatch
 from serve_app.jobs.lifecycle.finalizer import Finalizer
 from serve_app.jobs.lifecycle.validator import OwnershipLost, Validator
 from serve_app.jobs.storage.batch_states import CLOSING, UnclaimedBatches, release_batch
-from serve_app.jobs.storage.batches import BatchRow
-from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.ownership import Ownership
+from serve_app.jobs.storage.rows.batches import BatchRow
+from serve_app.jobs.storage.schema.database import JobsContext
 from serve_app.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)

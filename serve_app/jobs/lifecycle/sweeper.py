@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 
 from serve_app.jobs.lifecycle.validator import CHUNK_LINES
 from serve_app.jobs.storage.batch_states import batch_with_old_lines, expire_batches, forget_old_lines, late_batches
-from serve_app.jobs.storage.batches import forget_old_batches
-from serve_app.jobs.storage.database import JobsContext
-from serve_app.jobs.storage.files import bytes_deleted, expire_files, pending_deletion
 from serve_app.jobs.storage.lines import delete_lines
+from serve_app.jobs.storage.rows.batches import forget_old_batches
+from serve_app.jobs.storage.rows.files import bytes_deleted, expire_files, pending_deletion
+from serve_app.jobs.storage.schema.database import JobsContext
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,6 @@ from serve_app.jobs.api.records import BatchError, BatchStatus, UnknownFile
 from serve_app.jobs.lifecycle.input_file import InvalidFile, LineChecker, RawLine, split_lines
 from serve_app.jobs.lifecycle.line_size import sized
 from serve_app.jobs.storage.batch_states import begin_batch, fail_batch, still_owns
-from serve_app.jobs.storage.batches import BatchRow, num_unfinished_lines
-from serve_app.jobs.storage.database import Database, JobsContext
 from serve_app.jobs.storage.lines import (
     LineRow,
     add_lines,
@@ -25,6 +23,8 @@ from serve_app.jobs.storage.lines import (
     refresh_statistics,
     taken_custom_ids,
 )
+from serve_app.jobs.storage.rows.batches import BatchRow, num_unfinished_lines
+from serve_app.jobs.storage.schema.database import Database, JobsContext
 
 CHUNK_LINES = 100
 """Most lines of one write transaction, which takes some milliseconds while other writes wait."""

@@ -1,5 +1,5 @@
-"""All SQL: one module per table, and the transactions over them.
+"""All SQL: rows, and the transactions over them.
 
-Read `tables.py` first, then `batch_states.py`. May import `replicas.errors`, `replicas.protocol`, `replicas.timing`,
-`serve_app.jobs.api`, `serve_app.jobs.files`, `serve_app.jobs.webhooks`, `serve_app.tracing`.
+Read `schema/tables.py` first, then `batch_states.py`. May import `replicas.errors`, `serve_app.jobs.api`,
+`serve_app.jobs.webhooks`, `serve_app.tracing`.
 """

@@ -21,11 +21,11 @@ from pydantic_core import to_json
 from sqlalchemy import ColumnElement, Connection, bindparam, select, update
 
 from serve_app.jobs.api.records import BatchError, BatchKind, BatchNotCancellable, BatchStatus, FileRecord, new_id
-from serve_app.jobs.storage.batches import FINAL, BatchRow, get_batch, lock_batches
 from serve_app.jobs.storage.deliveries import enqueue_delivery
-from serve_app.jobs.storage.files import add_file
 from serve_app.jobs.storage.ownership import is_alive
-from serve_app.jobs.storage.tables import batches
+from serve_app.jobs.storage.rows.batches import FINAL, BatchRow, get_batch, lock_batches
+from serve_app.jobs.storage.rows.files import add_file
+from serve_app.jobs.storage.schema.tables import batches
 
 CLOSING = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 _OPEN = batches.c.status.in_((BatchStatus.VALIDATING.value, BatchStatus.IN_PROGRESS.value))

@@ -12,10 +12,10 @@ from dataclasses import asdict, fields, replace
 
 from sqlalchemy import Connection, bindparam, insert, or_, select, tuple_, update
 
-from serve_app.jobs.storage.batches import BatchRow, batch_record
-from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.ownership import Ownership, is_alive
-from serve_app.jobs.storage.tables import batches, deliveries
+from serve_app.jobs.storage.rows.batches import BatchRow, batch_record
+from serve_app.jobs.storage.schema.database import JobsContext
+from serve_app.jobs.storage.schema.tables import batches, deliveries
 from serve_app.jobs.webhooks.events import Delivery, delivery_of, event_id_of, host_of
 from serve_app.jobs.webhooks.receivers import NONE_CLOSED, Closed
 from serve_app.tracing.context import TraceContext

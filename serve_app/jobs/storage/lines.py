@@ -17,9 +17,9 @@ from sqlalchemy import Connection, Row, bindparam, delete, insert, select, text,
 from serve_app.jobs.api.new_lines import NewLine
 from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus
 from serve_app.jobs.storage.batch_states import end_batch
-from serve_app.jobs.storage.batches import BatchRow, lock_batches
 from serve_app.jobs.storage.ownership import is_alive
-from serve_app.jobs.storage.tables import batches, lines
+from serve_app.jobs.storage.rows.batches import BatchRow, lock_batches
+from serve_app.jobs.storage.schema.tables import batches, lines
 
 LineRow = dict[str, Any]
 

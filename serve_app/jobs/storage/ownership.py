@@ -15,9 +15,9 @@ from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
 from serve_app.jobs.api.records import LineStatus, new_id
-from serve_app.jobs.storage.batches import lock_batches
-from serve_app.jobs.storage.database import JobsContext
-from serve_app.jobs.storage.tables import batches, deliveries, lines, owners
+from serve_app.jobs.storage.rows.batches import lock_batches
+from serve_app.jobs.storage.schema.database import JobsContext
+from serve_app.jobs.storage.schema.tables import batches, deliveries, lines, owners
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from sqlalchemy import Connection, insert, select
 from replicas.errors import InvalidRequest, Overloaded
 from serve_app.jobs.api.records import BatchKind, BatchStatus, IdempotencyKeyInUse, JobsSettings, NewBatch, Submission
 from serve_app.jobs.storage.batch_states import new_batch_values
-from serve_app.jobs.storage.batches import (
+from serve_app.jobs.storage.lines import LineRow, add_lines, refresh_statistics
+from serve_app.jobs.storage.rows.batches import (
     BatchRow,
     batch_record,
     find_batch,
@@ -16,9 +17,8 @@ from serve_app.jobs.storage.batches import (
     num_unfinished_lines,
     select_batch,
 )
-from serve_app.jobs.storage.files import get_file
-from serve_app.jobs.storage.lines import LineRow, add_lines, refresh_statistics
-from serve_app.jobs.storage.tables import batches, idempotency_keys
+from serve_app.jobs.storage.rows.files import get_file
+from serve_app.jobs.storage.schema.tables import batches, idempotency_keys
 
 _RETRY_AFTER_S = 30.0
 # Built once: building a statement takes as long as executing it.

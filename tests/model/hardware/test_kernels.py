@@ -17,7 +17,7 @@ from replicas.model.attention.select import choose_attention
 from replicas.model.hardware.kernel_build import KernelBuildError, built_library
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.options import DEFAULT_KERNEL_CACHE_DIR, ModelOptions
-from serve_app.cli.start_report import step_of
+from serve_app.cli.server.start_report import step_of
 from testkit.model.compiled_kernels import built_program, need_kernels
 from testkit.model.engine_runs import build_engine, check_equals_generate, load_compiled, random_prompts
 from testkit.model.tiny_checkpoints import write_checkpoint

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from serve_app.cli.private_cluster import private_ray_environment
+from serve_app.cli.server.private_cluster import private_ray_environment
 from testkit.free_port import free_port
 from testkit.limits import LIMIT_S, START_LIMIT_S
 from testkit.serving.served import ROOT, Served, clean_environment, running, wait_for

@@ -16,7 +16,7 @@ from testkit.limits import LIMIT_S, START_LIMIT_S
 from testkit.serving.served import LOG, OUTPUT, ROOT, clean_environment, serving, start, stop
 
 _FAILING_OWNER = """
-from serve_app.cli.private_cluster import private_cluster
+from serve_app.cli.server.private_cluster import private_cluster
 
 with private_cluster(num_cpus=1):
     raise LookupError("the reason")

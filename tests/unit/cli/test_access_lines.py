@@ -5,7 +5,7 @@ import queue
 
 import pytest
 
-from serve_app.cli.access_lines import AccessLines, LogFormat, json_line, text_line
+from serve_app.cli.server.access_lines import AccessLines, LogFormat, json_line, text_line
 from serve_app.http.access_log import AccessLog
 from testkit.limits import LIMIT_S
 

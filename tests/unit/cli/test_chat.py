@@ -18,10 +18,10 @@ from typer.testing import CliRunner, Result
 
 from replicas.errors import ServingError
 from replicas.text.tokenizer_files import load_tokenizer
-from serve_app.cli.chat import ChatSession
-from serve_app.cli.client import ServerClient
-from serve_app.cli.conversation import Conversation
-from serve_app.cli.generation import Sampling
+from serve_app.cli.clients.chat import ChatSession
+from serve_app.cli.clients.client import ServerClient
+from serve_app.cli.clients.conversation import Conversation
+from serve_app.cli.clients.generation import Sampling
 from serve_app.cli.main import app
 from testkit.http.api import MODEL, REPLY, Api, MakeApi, serving
 from testkit.limits import LIMIT_S, until

@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from replicas.errors import ServingError
-from serve_app.cli.client import DEFAULT_URL, JsonObject, KeyOption, ServerClient, ServerError, UrlOption
+from serve_app.cli.clients.client import DEFAULT_URL, JsonObject, KeyOption, ServerClient, ServerError, UrlOption
 from testkit.http.api import MODEL, REPLY, Api, MakeApi, serving
 from testkit.http.scripted_dispatcher import ScriptedToken
 from testkit.limits import LIMIT_S

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.cli.data_folder import left_data_dir, own_data_dir
-from serve_app.cli.locks import try_lock
-from serve_app.cli.ports import Address
+from serve_app.cli.server.data_folder import left_data_dir, own_data_dir
+from serve_app.cli.server.locks import try_lock
+from serve_app.cli.server.ports import Address
 from serve_app.config import HeadwayConfig
 from testkit.limits import LIMIT_S
 

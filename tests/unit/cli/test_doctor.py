@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from serve_app.cli.machine_checks import Check, Status, folder_check, machine_checks, port_check
+from serve_app.cli.checks.machine_checks import Check, Status, folder_check, machine_checks, port_check
+from serve_app.cli.checks.model_checks import device_check, memory_checks
 from serve_app.cli.main import app
-from serve_app.cli.model_checks import device_check, memory_checks
 from serve_app.config import HeadwayConfig
 
 DEMO = Path(HeadwayConfig().model_path)

@@ -12,8 +12,8 @@ from ray.serve._private.haproxy import HAProxyConfig
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 from ray.serve.config import HTTPOptions
 
-from serve_app.cli.haproxy import config_edits, haproxy_environment
-from serve_app.cli.ports import LOOPBACK, Address, PortBlock
+from serve_app.cli.server.haproxy import config_edits, haproxy_environment
+from serve_app.cli.server.ports import LOOPBACK, Address, PortBlock
 from testkit.limits import LIMIT_S
 
 BLOCK = PortBlock(20_000)

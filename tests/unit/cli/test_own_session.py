@@ -13,7 +13,7 @@ from testkit.limits import LIMIT_S
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import signal, subprocess, sys, time
-from serve_app.cli.own_session import run_in_own_session
+from serve_app.cli.server.own_session import run_in_own_session
 
 def work():
     helper = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(1000)"])
@@ -46,7 +46,7 @@ def test_a_signal_to_the_group_spares_what_the_work_has_started(signum):
 
 def test_work_that_raises_ends_with_1():
     code = (
-        "from serve_app.cli.own_session import run_in_own_session; raise SystemExit(run_in_own_session(lambda: 1 / 0))"
+        "from serve_app.cli.server.own_session import run_in_own_session as run; raise SystemExit(run(lambda: 1 / 0))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr

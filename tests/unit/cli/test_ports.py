@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve_app.cli.ports import LOOPBACK, Address, PortBlock, port_block, reserved
+from serve_app.cli.server.ports import LOOPBACK, Address, PortBlock, port_block, reserved
 from testkit.free_port import free_port
 from testkit.limits import LIMIT_S
 

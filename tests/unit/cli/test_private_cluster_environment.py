@@ -2,7 +2,7 @@
 
 from ray.serve._private.constants import PROXY_HEALTH_CHECK_UNHEALTHY_THRESHOLD
 
-from serve_app.cli.private_cluster import SERVE_ENVIRONMENT
+from serve_app.cli.server.private_cluster import SERVE_ENVIRONMENT
 
 MAX_NOTICE_S = 3.0
 """Half of the 6 s within which a killed proxy is back; the rest is the start of the new one."""

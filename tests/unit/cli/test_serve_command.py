@@ -12,8 +12,8 @@ from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
 from serve_app.cli.config_options import read_config, read_config_file, with_config_options
 from serve_app.cli.main import app
-from serve_app.cli.ports import Address, reserved
 from serve_app.cli.serve import is_loopback
+from serve_app.cli.server.ports import Address, reserved
 from serve_app.compound_settings import BandTargets, BandWaits
 from serve_app.config import HeadwayConfig
 from serve_app.replaced_settings import REPLACED

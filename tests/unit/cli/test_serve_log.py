@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serve_app.cli.serve_log import Tail, new_log_file
+from serve_app.cli.server.serve_log import Tail, new_log_file
 from testkit.limits import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,7 +48,7 @@ def test_what_children_print_goes_to_the_log_alone(tmp_path):
     path = tmp_path / "log"
     code = (
         "import os, subprocess, sys, pathlib\n"
-        "from serve_app.cli.serve_log import output_to\n"
+        "from serve_app.cli.server.serve_log import output_to\n"
         f"with output_to(pathlib.Path({str(path)!r})) as terminal:\n"
         "    subprocess.run(['sh', '-c', 'echo child; echo problem >&2'], check=True)\n"
         "    print('ours')\n"
@@ -64,8 +64,8 @@ def test_a_terminal_shows_the_steps_of_a_start_alone(tmp_path):
     path = tmp_path / "log"
     code = (
         "import pathlib\n"
-        "from serve_app.cli.serve_log import output_to\n"
-        "from serve_app.cli.start_report import Steps\n"
+        "from serve_app.cli.server.serve_log import output_to\n"
+        "from serve_app.cli.server.start_report import Steps\n"
         f"with output_to(pathlib.Path({str(path)!r})) as terminal:\n"
         "    steps = Steps(terminal.out)\n"
         "    steps.begin('first step')\n"

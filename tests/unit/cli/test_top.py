@@ -10,8 +10,8 @@ from replicas.errors import NoReplicaAvailable
 from replicas.protocol import Band
 from router.flow.flow_queue import TenantQueue
 from router.timeline import Part
+from serve_app.cli.clients.top import bar
 from serve_app.cli.main import app
-from serve_app.cli.top import bar
 from serve_app.jobs.api.records import BatchProgress, JobsCounts, RequestCounts
 from testkit.http.api import MODEL, Api, MakeApi, serving
 from testkit.http.scripted_dispatcher import write_keys

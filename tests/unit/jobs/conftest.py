@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.jobs.storage.database import Database
+from serve_app.jobs.storage.schema.database import Database
 from testkit.jobs.database_worlds import World
 from testkit.jobs.postgresql import NOT_INSTALLED, PostgreSQL, find_binaries, postgresql
 

@@ -7,10 +7,10 @@ from replicas.timing.clock import Clock
 from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus, RequestCounts
 from serve_app.jobs.execution.throughput import ThroughputEstimator
 from serve_app.jobs.metrics import jobs_metrics
-from serve_app.jobs.storage.batch_queue import Backlog
 from serve_app.jobs.storage.batch_states import cancel_batch
-from serve_app.jobs.storage.batches import count_by_status, running_batches
 from serve_app.jobs.storage.lines import end_lines
+from serve_app.jobs.storage.rows.batch_queue import Backlog
+from serve_app.jobs.storage.rows.batches import count_by_status, running_batches
 from serve_app.jobs.webhooks.sender import AttemptOutcome
 from testkit.jobs.database_worlds import World, new_batch, success
 

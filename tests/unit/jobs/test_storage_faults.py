@@ -17,7 +17,7 @@ from serve_app.jobs import runtime as runtime_module
 from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsSettings
 from serve_app.jobs.api.storage import StorageUnavailable
 from serve_app.jobs.files.store import FsspecStore
-from serve_app.jobs.storage.database import Database
+from serve_app.jobs.storage.schema.database import Database
 from testkit.jobs.database_worlds import MODEL, new_batch
 from testkit.jobs.jobs_process import Process, ScriptedCompletions, jobs_process
 from testkit.jobs.memory_files import MemoryFiles

@@ -28,12 +28,12 @@ from serve_app.jobs.api.records import (
 )
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.lifecycle.line_size import sized
-from serve_app.jobs.storage.batches import batch_record, select_batch
-from serve_app.jobs.storage.database import Database
-from serve_app.jobs.storage.files import add_file
 from serve_app.jobs.storage.lines import new_rows
+from serve_app.jobs.storage.rows.batches import batch_record, select_batch
+from serve_app.jobs.storage.rows.files import add_file
+from serve_app.jobs.storage.schema.database import Database
+from serve_app.jobs.storage.schema.tables import batches
 from serve_app.jobs.storage.submission import submit_batch
-from serve_app.jobs.storage.tables import batches
 from testkit.jobs.database_worlds import ENDPOINT, MODEL, body, check_invariants, new_batch
 from testkit.jobs.jobs_process import Process, ScriptedCompletions, jobs_process
 from testkit.jobs.memory_files import MemoryFiles

@@ -11,9 +11,9 @@ from router.flow.flow_queue import BandLimits, FlowQueue
 from router.types import ReplicaView
 from serve_app.jobs.execution.planning import LineCapacity, plan, raised_band
 from serve_app.jobs.execution.throughput import BacklogView, ThroughputEstimator
-from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.lines import LeasedLine
 from serve_app.jobs.storage.ownership import Speed
+from serve_app.jobs.storage.rows.batch_queue import Backlog, OpenBatch
 from testkit.jobs.database_worlds import SetTime, success
 from testkit.router.simulated_replicas import stats as replica_stats
 

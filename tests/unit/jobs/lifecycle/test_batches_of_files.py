@@ -20,12 +20,12 @@ from serve_app.jobs.lifecycle.finalizer import Finalizer
 from serve_app.jobs.lifecycle.sweeper import Sweeper
 from serve_app.jobs.lifecycle.validator import OwnershipLost, Validator
 from serve_app.jobs.storage.batch_states import CLOSING, cancel_batch
-from serve_app.jobs.storage.batches import BatchRow, batch_record, list_lines, select_batch
-from serve_app.jobs.storage.database import Database
-from serve_app.jobs.storage.files import add_file, expire_files, pending_deletion
 from serve_app.jobs.storage.lines import MANY_LINES, delete_lines, end_lines
 from serve_app.jobs.storage.ownership import reap_owner
-from serve_app.jobs.storage.tables import lines
+from serve_app.jobs.storage.rows.batches import BatchRow, batch_record, list_lines, select_batch
+from serve_app.jobs.storage.rows.files import add_file, expire_files, pending_deletion
+from serve_app.jobs.storage.schema.database import Database
+from serve_app.jobs.storage.schema.tables import lines
 from testkit.jobs.database_worlds import ENDPOINT, MODEL, World, body, failure, new_batch, success
 from testkit.jobs.memory_files import MemoryFiles
 

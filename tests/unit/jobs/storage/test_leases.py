@@ -8,13 +8,13 @@ from sqlalchemy import select
 from replicas.protocol import Band
 from serve_app.jobs.api.new_lines import NewLine, NewLines
 from serve_app.jobs.api.records import BatchKind, BatchNotCancellable, BatchStatus, LineStatus
-from serve_app.jobs.storage.batch_queue import backlog, open_batches
 from serve_app.jobs.storage.batch_states import cancel_batch, expire_batches
-from serve_app.jobs.storage.batches import batch_record, list_lines, select_batch
 from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.lines import end_lines, release_lines
 from serve_app.jobs.storage.ownership import Ownership, dead_owners, heartbeat, reap_owner
-from serve_app.jobs.storage.tables import batches
+from serve_app.jobs.storage.rows.batch_queue import backlog, open_batches
+from serve_app.jobs.storage.rows.batches import batch_record, list_lines, select_batch
+from serve_app.jobs.storage.schema.tables import batches
 from serve_app.jobs.webhooks.receivers import Closed, Receiver
 from testkit.jobs.database_worlds import MODEL, World, body, failure, new_batch, success
 

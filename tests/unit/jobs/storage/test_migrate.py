@@ -8,8 +8,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, Engine, create_engine, insert, inspect, select, text
 
-from serve_app.jobs.storage.database import Database, DatabaseTooNew, upgrade
-from serve_app.jobs.storage.tables import metadata, owners
+from serve_app.jobs.storage.schema.database import Database, DatabaseTooNew, upgrade
+from serve_app.jobs.storage.schema.tables import metadata, owners
 
 
 @pytest.fixture

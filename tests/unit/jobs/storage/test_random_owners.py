@@ -13,11 +13,11 @@ from serve_app.jobs.api.records import BatchKind, BatchNotCancellable, BatchStat
 from serve_app.jobs.lifecycle.finalizer import Finalizer
 from serve_app.jobs.lifecycle.validator import OwnershipLost, Validator
 from serve_app.jobs.storage.batch_states import CLOSING, cancel_batch, expire_batches
-from serve_app.jobs.storage.batches import BatchRow, batch_record, list_lines, select_batch
-from serve_app.jobs.storage.database import Database
-from serve_app.jobs.storage.files import add_file
 from serve_app.jobs.storage.lines import LeasedLine, LineResult, end_lines, release_lines
 from serve_app.jobs.storage.ownership import dead_owners, heartbeat, reap_owner
+from serve_app.jobs.storage.rows.batches import BatchRow, batch_record, list_lines, select_batch
+from serve_app.jobs.storage.rows.files import add_file
+from serve_app.jobs.storage.schema.database import Database
 from testkit.jobs.database_worlds import ENDPOINT, MODEL, World, body, failure, new_batch, success
 from tests.seeds import Seeds
 

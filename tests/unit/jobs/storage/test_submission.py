@@ -21,9 +21,16 @@ from serve_app.jobs.api.records import (
 from serve_app.jobs.execution.throughput import ThroughputEstimator
 from serve_app.jobs.lifecycle.state_loops import BatchEvents
 from serve_app.jobs.service import SqlJobsService
-from serve_app.jobs.storage.batches import get_batch
-from serve_app.jobs.storage.database import Database
-from serve_app.jobs.storage.files import add_file, expire_files, forget_file, get_file, list_files, pending_deletion
+from serve_app.jobs.storage.rows.batches import get_batch
+from serve_app.jobs.storage.rows.files import (
+    add_file,
+    expire_files,
+    forget_file,
+    get_file,
+    list_files,
+    pending_deletion,
+)
+from serve_app.jobs.storage.schema.database import Database
 from testkit.jobs.database_worlds import MODEL, World, new_batch
 
 

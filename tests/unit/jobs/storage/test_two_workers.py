@@ -12,13 +12,13 @@ from sqlalchemy import Connection, select, update
 from replicas.protocol import Band
 from serve_app.jobs.api.records import BatchKind, FileRecord
 from serve_app.jobs.api.usage import UsageKey, UsageReport, UsageRow, UsageSums
-from serve_app.jobs.storage.database import Database, JobsContext
 from serve_app.jobs.storage.deliveries import SqlOutbox
-from serve_app.jobs.storage.files import add_file, expire_files, pending_deletion
 from serve_app.jobs.storage.lines import end_lines
 from serve_app.jobs.storage.ownership import Ownership, reap_owner
-from serve_app.jobs.storage.tables import deliveries, usage, usage_reporters
-from serve_app.jobs.storage.usage import add_report
+from serve_app.jobs.storage.rows.files import add_file, expire_files, pending_deletion
+from serve_app.jobs.storage.rows.usage import add_report
+from serve_app.jobs.storage.schema.database import Database, JobsContext
+from serve_app.jobs.storage.schema.tables import deliveries, usage, usage_reporters
 from testkit.jobs.database_worlds import World, new_batch, success
 from testkit.jobs.postgresql import PostgreSQL
 from testkit.limits import LIMIT_S

@@ -10,7 +10,7 @@ from replicas.errors import NoReplicaAvailable, ServingError
 from replicas.protocol import Band
 from replicas.timing.clock import Clock
 from serve_app.jobs.api.usage import UsageKey, UsagePage, UsageQuery, UsageReport, UsageRow, UsageSums
-from serve_app.jobs.storage.usage import add_report, find_usage
+from serve_app.jobs.storage.rows.usage import add_report, find_usage
 from serve_app.jobs.usage import OTHERS, UsageLedger, UsageReporter
 from testkit.jobs.database_worlds import World
 

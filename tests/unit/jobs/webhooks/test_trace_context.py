@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from serve_app.jobs.api.records import BatchKind
-from serve_app.jobs.storage.batch_queue import open_batches
 from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.lines import end_lines
 from serve_app.jobs.storage.ownership import Ownership
+from serve_app.jobs.storage.rows.batch_queue import open_batches
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.client import DeliveryFailed, WebhookClient
 from serve_app.jobs.webhooks.events import Delivery

@@ -1,0 +1,105 @@
+"""Checks of `headway doctor` that need torch, made in a process of their own, and the memory of a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from replicas.errors import ModelLoadError
+from replicas.model.loading.checks import available_memory_bytes, num_weights
+from replicas.model.loading.memory import replica_memory
+from serve_app.cli.checks.machine_checks import Check, Status
+from serve_app.cli.clients.terminal import stderr
+from serve_app.config import HeadwayConfig
+from serve_app.models.torch_process import run_module
+
+Diagnosis = Mapping[str, Any]
+"""Fields of `replicas.model.diagnosis.Diagnosis`."""
+_MODULE = "replicas.model.diagnosis"
+_LIMIT_S = 600.0
+
+
+def diagnosis_checks(directory: Path | None) -> Iterator[Check]:
+    """Yield the checks of the kernels, and of the memory of the model in `directory`."""
+    with stderr().status("Checking the kernels; the first time they are compiled, which takes half a minute ..."):
+        found = _diagnose(directory)
+    if isinstance(found, Check):
+        yield found
+        return
+    yield device_check(found, has_driver=shutil.which("nvidia-smi") is not None)
+    for kernels in found["kernels"]:
+        yield _kernel_check(kernels["name"], kernels["fault"])
+    if found["model_fault"] is not None:
+        yield Check("model", Status.FAIL, found["model_fault"], "choose another model")
+    elif directory is not None:
+        yield from memory_checks(directory, found)
+
+
+def device_check(diagnosis: Diagnosis, has_driver: bool) -> Check:
+    """Check that torch uses the GPU if there is a driver for one."""
+    found = f"{diagnosis['device']}, {diagnosis['dtype']}"
+    if has_driver and not diagnosis["is_gpu"]:
+        return Check("device", Status.WARN, f"{found}; torch finds no GPU", "install torch for the driver's CUDA")
+    return Check("device", Status.OK, found)
+
+
+def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
+    """Yield the sizes of a model's weights and KV cache, and their sum beside the memory that is free."""
+    options = HeadwayConfig(model=str(directory)).replica_options()
+    try:
+        weights = num_weights(directory)
+        on_cpu = replica_memory(directory, options.model, options.runner, options.limits)
+    except ModelLoadError as error:
+        yield Check("weights", Status.FAIL, str(error), "fetch the model again")
+        return
+    weight_bytes = weights * diagnosis["value_bytes"] if diagnosis["is_gpu"] else on_cpu.weights
+    yield Check("weights", Status.OK, f"{decimal(weight_bytes)} ({weights:,} weights, {diagnosis['dtype']})")
+    if diagnosis["is_gpu"]:
+        free = int(diagnosis["gpu_memory_bytes"] * options.runner.gpu_memory_utilization)
+        cache_bytes = max(0, free - weight_bytes)
+        total = weight_bytes + cache_bytes
+    else:
+        free, cache_bytes, total = available_memory_bytes(), on_cpu.kv_cache, on_cpu.total
+    yield _cache_check(cache_bytes, diagnosis)
+    needed = f"{decimal(total)} of {decimal(free)} that are free"
+    if total > free:
+        yield Check("model's memory", Status.FAIL, needed, "choose a smaller model, or lower kv_cache_bytes")
+    else:
+        yield Check("model's memory", Status.OK, needed)
+
+
+def _cache_check(cache_bytes: int, diagnosis: Diagnosis) -> Check:
+    per_token, longest = diagnosis["model"]["kv_bytes_per_token"], diagnosis["model"]["max_model_len"]
+    num_tokens = cache_bytes // per_token
+    found = (
+        f"about {decimal(cache_bytes)}: {num_tokens:,} tokens of {decimal(per_token)}, "
+        f"or {num_tokens / longest:.1f} requests of {longest:,} tokens; "
+        f"with kv_cache_dtype=int8 {cache_bytes // diagnosis['model']['kv_bytes_per_token_in_8_bits']:,} tokens"
+    )
+    if num_tokens >= longest:
+        return Check("KV cache", Status.OK, found)
+    remedy = "raise gpu_memory_utilization" if diagnosis["is_gpu"] else "raise kv_cache_bytes"
+    return Check("KV cache", Status.WARN, found, f"no request of full length fits: {remedy} or lower max_model_len")
+
+
+def _diagnose(directory: Path | None) -> Diagnosis | Check:
+    """Return the diagnosis that the process prints, or a failed check."""
+    models = [HeadwayConfig().model_path, *(() if directory is None else (str(directory),))]
+    try:
+        line = run_module(_MODULE, *models, limit_s=_LIMIT_S, has_gpu=True)
+    except ModelLoadError as error:
+        advice = f"run it alone to see more: python -m {_MODULE} {' '.join(models)}"
+        return Check("kernels", Status.FAIL, str(error), advice)
+    diagnosis: Diagnosis = json.loads(line)
+    return diagnosis
+
+
+def _kernel_check(name: str, fault: str | None) -> Check:
+    if fault is None:
+        return Check(name, Status.OK, "agree with plain torch")
+    return Check(name, Status.WARN, fault, "plain torch takes their place, which is right but slow")

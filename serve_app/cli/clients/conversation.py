@@ -1,0 +1,75 @@
+"""Conversation of a user with a model, and its file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve_app.cli.clients.client import JsonObject
+
+
+class NotAConversation(Exception):
+    """Failure to read a file as a conversation. The message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Question of the user and the model's answer."""
+
+    question: str
+    answer: str
+    """Empty if the model has not answered; such a turn is not sent."""
+
+
+class Conversation:
+    """System message and turns of a chat.
+
+    Its file is the body of a chat completion: a JSON object with `messages`.
+    """
+
+    def __init__(self, system: str | None = None) -> None:
+        self.system = system
+        self.turns: list[Turn] = []
+
+    def messages(self, question: str | None = None) -> list[JsonObject]:
+        """Return the messages of all answered turns, and after them the question."""
+        found = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for turn in self.turns:
+            if turn.answer:
+                found.append({"role": "user", "content": turn.question})
+                found.append({"role": "assistant", "content": turn.answer})
+        return found if question is None else [*found, {"role": "user", "content": question}]
+
+    def save(self, path: Path, model: str) -> None:
+        """Write the conversation to a file; replace that file only if it is a conversation.
+
+        Raises:
+            NotAConversation: the file is something else.
+        """
+        if path.exists():
+            Conversation.load(path)
+        text = json.dumps({"model": model, "messages": self.messages()}, indent=2, ensure_ascii=False)
+        path.write_text(f"{text}\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Conversation:
+        """Read the conversation in a file.
+
+        Raises:
+            NotAConversation: the file has another form; OSError: it cannot be read.
+        """
+        try:
+            messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
+            pairs = [(message["role"], message["content"]) for message in messages]
+        except (ValueError, KeyError, TypeError):
+            raise NotAConversation(f"{path} is not a conversation that /save has written") from None
+        found = cls()
+        if pairs and pairs[0][0] == "system":
+            found.system = str(pairs.pop(0)[1])
+        roles = [role for role, _ in pairs]
+        if roles != ["user", "assistant"] * (len(pairs) // 2):
+            raise NotAConversation(f"{path} does not alternate between the user and the assistant")
+        texts = [str(content) for _, content in pairs]
+        found.turns = [Turn(*pair) for pair in zip(texts[::2], texts[1::2], strict=True)]
+        return found

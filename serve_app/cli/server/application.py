@@ -1,0 +1,143 @@
+"""The Serve application on a private cluster: its deployment, its readiness, and its orderly end."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import httpx
+
+from replicas.protocol import ModelCard
+from serve_app.cli.server.ports import Address
+from serve_app.config import HeadwayConfig
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ApplicationStatusOverview
+
+NAME = "headway"
+"""Name of the Serve application."""
+_ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Model): (.+)$", re.MULTILINE)
+"""Last line of a traceback, which has the message of the error."""
+_ANSWER_LIMIT_S = 10.0
+_READY = (httpx.codes.OK, httpx.codes.FORBIDDEN)
+"""Answers of a ready ingress; the second one if `allowed_hosts` lacks this machine's names."""
+_STOP_LIMIT_S = 10.0
+_DEPLOY_PERIOD_S = 0.1
+
+
+class ApplicationFailed(Exception):
+    """Failure of the application to start or to run; the message is the reason."""
+
+
+def deploy(config: HeadwayConfig, address: Address, access_log_socket: str | None) -> None:
+    """Start Serve on the cluster of this process, and deploy the application without waiting for its replicas.
+
+    Serve's HTTP servers listen at `address`, and the ingresses behind HAProxy on the same host. The ingresses send
+    access lines to `access_log_socket`; None: to none.
+    """
+    from ray import serve
+
+    from serve_app.app import build_with
+
+    target = serve.RunTarget(build_with(config, access_log_socket=access_log_socket), name=NAME)
+    with ThreadPoolExecutor(1, "serve-start") as executor:
+        # Serve's start waits for its proxies. The application needs only the controller, which is there at once.
+        started = executor.submit(serve.start, http_options={"host": address.host, "port": address.port})
+        while not started.done() and not _has_controller():
+            time.sleep(_DEPLOY_PERIOD_S)
+        if started.done():
+            started.result()
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        started.result()
+
+
+def _has_controller() -> bool:
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME
+
+    names = ray.util.list_named_actors(all_namespaces=True)
+    return any(actor["name"] == SERVE_CONTROLLER_NAME for actor in names)
+
+
+def wait_until_ready(url: str, pause: Callable[[], None]) -> None:
+    """Return when every replica runs and the ingress at `url` is ready; `pause` is called between two looks.
+
+    Raises:
+        ApplicationFailed: a replica's constructor has failed, or Serve has ended.
+    """
+    with httpx.Client(timeout=_ANSWER_LIMIT_S, trust_env=False) as client:
+        while True:
+            application = _application()
+            if application is None:
+                raise ApplicationFailed("the application did not start: Ray Serve has ended")
+            if application.status == "DEPLOY_FAILED":
+                raise ApplicationFailed(f"the application did not start: {_last_error(application)}")
+            if application.status == "RUNNING":
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(f"{url}/health/ready").status_code in _READY:
+                        return
+            pause()
+
+
+def jobs_state(url: str) -> str | None:
+    """Return the state of the jobs process in `/health`; None: `/health` does not say it."""
+    try:
+        answer = httpx.get(f"{url}/health", timeout=_ANSWER_LIMIT_S, trust_env=False)
+    except httpx.TransportError:
+        return None
+    found = answer.json().get("jobs") if answer.is_success else None
+    return found if isinstance(found, str) else None
+
+
+def model_card() -> ModelCard:
+    """Return the description of the model that a replica serves."""
+    from ray import serve
+
+    handle = serve.get_deployment_handle("Model", NAME)
+    card: ModelCard = handle.describe.remote().result(timeout_s=_ANSWER_LIMIT_S)
+    return card
+
+
+def drain(limit_s: float) -> None:
+    """Have every ingress refuse further requests; return when the running ones have ended, or after `limit_s`."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    with contextlib.suppress(RayError, RayServeException, TimeoutError):  # an ingress that has died holds no request
+        draining = serve.get_deployment_handle("Ingress", NAME).broadcast("drain", limit_s)
+        draining.results(timeout_s=limit_s + _ANSWER_LIMIT_S, return_exceptions=True)
+
+
+def stop() -> None:
+    """Stop the application: the database is closed, and Serve has ended. It is drained before."""
+    from ray import serve
+
+    # In a thread, since Serve's own limit is longer.
+    stopping = threading.Thread(target=serve.shutdown, name="stopping", daemon=True)
+    stopping.start()
+    stopping.join(_STOP_LIMIT_S)
+
+
+def _application() -> ApplicationStatusOverview | None:
+    """Return Serve's report of the application; None if there is none now."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        return serve.status().applications.get(NAME)
+    except (RayError, RayServeException):
+        return None
+
+
+def _last_error(application: ApplicationStatusOverview) -> str:
+    """Return the error that a replica's constructor has raised last."""
+    messages = "\n".join(deployment.message for deployment in application.deployments.values())
+    errors: list[str] = _ERROR_LINE.findall(messages)
+    return errors[-1] if errors else application.message

@@ -1,0 +1,216 @@
+"""Server process of `headway serve`: from the start of Ray to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from serve_app.cli.server import application
+from serve_app.cli.server.access_lines import AccessLines, LogFormat
+from serve_app.cli.server.ports import LOOPBACK, Address
+from serve_app.cli.server.private_cluster import PrivateCluster, private_cluster
+from serve_app.cli.server.serve_log import Tail, Terminal, output_to
+from serve_app.cli.server.start_report import Report, Steps, step_of
+from serve_app.config import HeadwayConfig
+from serve_app.keys.key_file import digest_of
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_TENANT = "default"
+"""Tenant of the key on the command line."""
+_POLL_PERIOD_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Place at which a server listens, the key that it asks for, and its lines on the terminal."""
+
+    address: Address
+    max_connections_per_address: int
+    is_throughput_profile: bool
+    api_key: str | None
+    log_format: LogFormat
+    has_access_lines: bool
+
+    @property
+    def url(self) -> str:
+        """URL at which this machine reaches the server."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.address.host, self.address.host)
+        return f"http://{Address(host, self.address.port)}"
+
+    @property
+    def haproxy_address(self) -> Address | None:
+        """Address at which HAProxy listens; None: there is no HAProxy."""
+        return self.address if self.is_throughput_profile else None
+
+    @property
+    def serve_address(self) -> Address:
+        """Address of Serve's own HTTP proxies, which nobody but HAProxy calls where it is in front."""
+        return Address(LOOPBACK, self.address.port) if self.is_throughput_profile else self.address
+
+
+class _Stopped(BaseException):
+    """Signal that SIGTERM or SIGINT has arrived, or that the parent process has ended."""
+
+
+class Server:
+    """Server in this process, with a Ray cluster of its own.
+
+    A signal raises `_Stopped` in the main thread. Libraries may swallow that or turn it into another exception, so the
+    signal also sets a flag, which the server checks between its steps.
+    """
+
+    def __init__(self, config: HeadwayConfig, front: Front, log_path: Path) -> None:
+        self._config = config
+        self._front = front
+        self._log_path = log_path
+        self._parent_id = os.getppid()
+        self._must_stop = False
+        self._ended_daemon: str | None = None
+
+    def run(self) -> int:
+        """Serve until a signal arrives; return the exit status: 0, or 1 if the application or Ray has failed."""
+        with output_to(self._log_path) as terminal:
+            try:
+                self._serve(terminal)
+                reason = ""
+            except (SystemExit, KeyboardInterrupt):  # reactions of Ray's own to a signal
+                self._must_stop = True
+            except BaseException as error:
+                traceback.print_exc()  # into the log
+                reason = str(error) if isinstance(error, application.ApplicationFailed) else repr(error)
+            if self._ended_daemon is not None:
+                reason = f"Ray's {self._ended_daemon} has ended; accepted jobs continue at the next start"
+            elif self._must_stop:
+                print("Stopped.", file=self._lines(terminal), flush=True)
+                return 0
+            print(f"error: {reason}\nThe log is {self._log_path}", file=terminal.err, flush=True)
+            return 1
+
+    def _lines(self, terminal: Terminal) -> TextIO:
+        """Return the stream for lines that are not access lines: those of JSON have standard output for themselves."""
+        return terminal.out if self._front.log_format is LogFormat.TEXT else terminal.err
+
+    def _serve(self, terminal: Terminal) -> None:
+        front, lines = self._front, self._lines(terminal)
+        num_cpus = max(os.cpu_count() or 1, math.ceil(_cpus_needed(self._config)))
+        with contextlib.closing(Steps(lines)) as steps, contextlib.ExitStack() as stack:
+            self._heed_signals()
+            steps.begin(f"Starting {self._config.model_name}: Ray ...")
+            cluster = stack.enter_context(
+                private_cluster(num_cpus, front.haproxy_address, front.max_connections_per_address)
+            )
+            self._heed_signals()  # ray.init has replaced the handlers
+            self._check_for_stop()
+            stack.enter_context(self._watching(cluster))
+            config = _with_key_file(self._config, self._front.api_key, cluster.folder)
+            access_log_socket = None
+            if self._front.has_access_lines:
+                access_log_socket = str(cluster.folder / "access")
+                access = AccessLines(Path(access_log_socket), self._front.log_format, terminal.out.write)
+                stack.enter_context(contextlib.closing(access))
+            steps.begin(f"Starting {config.model_name}: replicas ...")
+            application.deploy(config, front.serve_address, access_log_socket)
+            log = Tail(self._log_path)
+            application.wait_until_ready(self._front.url, lambda: self._pause_in_start(steps, log))
+            steps.close()
+            print(*self._report(config, cluster).lines(), sep="\n", file=lines, flush=True)
+            self._wait_for_signal(lines)
+
+    def _wait_for_signal(self, lines: TextIO) -> None:
+        """Wait for a signal and let the requests end; return at once if Ray has ended."""
+        limit_s = self._config.graceful_shutdown_timeout_s
+        try:
+            while True:
+                self._pause()
+        except _Stopped:
+            if self._ended_daemon is not None:
+                return
+            print(f"Stopping; requests have {limit_s:g} s to end, or until a second signal.", file=lines, flush=True)
+            self._heed_signals()
+            with contextlib.suppress(_Stopped, KeyboardInterrupt):  # Ray may turn the one into the other
+                application.drain(limit_s)
+                application.stop()
+
+    @contextlib.contextmanager
+    def _watching(self, cluster: PrivateCluster) -> Iterator[None]:
+        """Watch Ray's daemons in a thread within the context; when one ends, note it and stop this server.
+
+        Calls of Ray's own library, in which the main thread may be, would wait for an ended daemon for a minute.
+        """
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(_POLL_PERIOD_S):
+                self._ended_daemon = cluster.ended_daemon()
+                if self._ended_daemon is not None:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+
+        thread = threading.Thread(target=watch, name="watching", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _report(self, config: HeadwayConfig, cluster: PrivateCluster) -> Report:
+        has_keys = config.ingress_settings().api_key_file is not None
+        jobs_state = application.jobs_state(self._front.url)
+        return Report(config, application.model_card(), cluster, self._front.url, self._log_path, has_keys, jobs_state)
+
+    def _pause(self) -> None:
+        """Wait for one poll period, or raise `_Stopped`."""
+        if os.getppid() != self._parent_id:
+            self._must_stop = True
+        self._check_for_stop()
+        time.sleep(_POLL_PERIOD_S)
+
+    def _pause_in_start(self, steps: Steps, log: Tail) -> None:
+        """Show what the replicas say in the log that they begin, and wait for one poll period."""
+        for step in filter(None, map(step_of, log.new_lines())):
+            steps.begin(f"Starting {self._config.model_name}: {step}")
+        self._pause()
+
+    def _check_for_stop(self) -> None:
+        if self._must_stop:
+            raise _Stopped
+
+    def _heed_signals(self) -> None:
+        for signum in _SIGNALS:
+            signal.signal(signum, self._stop)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        """Set the flag and raise `_Stopped`; ignore further signals until `_heed_signals`."""
+        self._must_stop = True
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise _Stopped
+
+
+def _with_key_file(config: HeadwayConfig, api_key: str | None, folder: Path) -> HeadwayConfig:
+    """Return the configuration with a key file that has the hash of the command line's key."""
+    if api_key is None:
+        return config
+    path = folder / "keys.yaml"
+    path.touch(mode=0o600)
+    owner = {"tenant": _TENANT, "ceiling": "interactive", "operator": True}
+    path.write_text(json.dumps({digest_of(api_key): owner}))
+    return config.model_copy(update={"api_key_file": str(path)})
+
+
+def _cpus_needed(config: HeadwayConfig) -> float:
+    ingresses = config.cpus_per_ingress * config.most_ingresses
+    workers = config.cpus_per_jobs * config.num_jobs_workers
+    return config.cpus_per_replica * config.effective_max_replicas + ingresses + workers

@@ -1,0 +1,117 @@
+"""Endpoints of jobs, requests that are accepted at once and run later: /v1/jobs, /generate and /status."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from replicas.errors import ServingError
+from serve_app.endpoints.jobs.job_objects import job_object, job_status, status_object
+from serve_app.endpoints.jobs.job_requests import JobRequests, Submitter
+from serve_app.endpoints.jobs.new_batches import JobMaker, NewJob
+from serve_app.http.exchange import Routes, caller_of, json_response, tenant_of
+from serve_app.http.streaming import while_connected
+from serve_app.jobs.api.records import BatchKind, BatchRecord, LineRecord, Submission
+from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.caller import Caller
+from serve_app.openai.request.job_schema import WaitQuery
+from serve_app.openai.request.parsing import parse_body
+from serve_app.openai.request.schema import ChatBody
+from serve_app.openai.service import CompletionService
+
+RETRY_AFTER_S = 1
+"""Poll interval advised to clients in `retry-after`, seconds."""
+
+
+class JobEndpoints:
+    """Endpoints that submit, poll, await and cancel jobs; a tenant sees only its own jobs."""
+
+    def __init__(self, requests: JobRequests, maker: JobMaker, service: CompletionService) -> None:
+        self._requests = requests
+        self._maker = maker
+        self._service = service
+
+    def routes(self) -> Routes:
+        """Return the handlers by method and path."""
+        return {
+            "POST /v1/jobs": self.submit,
+            "GET /v1/jobs/{job_id}": self.job,
+            "DELETE /v1/jobs/{job_id}": self.cancel,
+            "POST /generate": self.generate,
+            "GET /status/{job_id}": self.status,
+        }
+
+    async def submit(self, request: Request) -> Response:
+        """Answer POST /v1/jobs: record the job durably, then answer 202."""
+        submission = await self._submit(request, self._maker.job)
+        job = submission.batch
+        return _accepted(job_object(job, await self._line_known(submission)), f"/v1/jobs/{job.id}")
+
+    async def generate(self, request: Request) -> Response:
+        """Answer POST /generate: submit a job in the short form."""
+        submission = await self._submit(request, self._maker.short_job)
+        job = submission.batch
+        status = job_status(job, await self._line_known(submission))
+        return _accepted({"job_id": job.id, "status": status}, f"/status/{job.id}")
+
+    async def job(self, request: Request) -> Response:
+        """Answer GET /v1/jobs/{id}: at once, or after the job's end or `wait` seconds, whichever is first."""
+        job = await self._waited_for(request)
+        return _polled(job, job_object(job, await self._line(job)))
+
+    async def status(self, request: Request) -> Response:
+        """Answer GET /status/{id}: the short form of GET /v1/jobs/{id}."""
+        job = await self._waited_for(request)
+        return _polled(job, status_object(job, await self._line(job)))
+
+    async def cancel(self, request: Request) -> Response:
+        """Answer DELETE /v1/jobs/{id}: cancel the job and keep its record."""
+        job = await self._requests.find(request, BatchKind.JOB, "job_id")
+        job = await self._requests.jobs.service.cancel(job.tenant, job.id)
+        return _polled(job, job_object(job, await self._line(job)))
+
+    async def _submit(self, request: Request, make: Callable[[Submitter, JsonObject], NewJob]) -> Submission:
+        new = await self._requests.read(request, make)
+        await self._check(new, caller_of(request))
+        return await self._requests.submit(request, new.batch, "job_id")
+
+    async def _check(self, job: NewJob, caller: Caller) -> None:
+        """Check what only tokenizing finds. While no replica answers nothing is checked, and an error fails the job.
+
+        Raises:
+            InvalidRequest: the job cannot be served, as when it exceeds the model's context.
+        """
+        try:
+            if isinstance(job.body, ChatBody):
+                await self._service.chat(job.body, caller)
+            else:
+                await self._service.completion(job.body, caller)
+        except ServingError as error:
+            if not error.retryable:
+                raise
+
+    async def _waited_for(self, request: Request) -> BatchRecord:
+        tenant = tenant_of(request)
+        query = parse_body(WaitQuery, request.query_params, {})
+        job = await self._requests.jobs.find(BatchKind.JOB, tenant, request.path_params["job_id"])
+        if job.status.is_final or not query.wait:
+            return job
+        return await while_connected(request.receive, self._requests.jobs.service.wait(tenant, job.id, query.wait))
+
+    async def _line_known(self, submission: Submission) -> LineRecord | None:
+        """Return the line of a job that was submitted before; None for a new job, whose line is still queued."""
+        return None if submission.is_new else await self._line(submission.batch)
+
+    async def _line(self, job: BatchRecord) -> LineRecord | None:
+        lines = await self._requests.jobs.service.lines(job.tenant, job.id, after_index=-1, limit=1)
+        return lines[0] if lines else None
+
+
+def _accepted(value: JsonObject, location: str) -> Response:
+    return json_response(value, 202, {"location": location, "retry-after": str(RETRY_AFTER_S)})
+
+
+def _polled(job: BatchRecord, value: JsonObject) -> Response:
+    return json_response(value, headers={} if job.status.is_final else {"retry-after": str(RETRY_AFTER_S)})

@@ -1,0 +1,178 @@
+"""Dashboard: the page, and the events that feed it and `headway top`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from replicas.errors import ServingError
+from replicas.protocol import Band, Metric
+from router.flow.flow_queue import BandQueueSize
+from serve_app.endpoints.event_stream import CONTENT_TYPE
+from serve_app.endpoints.operators.load_objects import autoscaling_of, load_of
+from serve_app.endpoints.operators.operations import Backends
+from serve_app.http.exchange import Routes, exchange_of
+from serve_app.http.gate import Gate
+from serve_app.http.live_feed import LiveFeed
+from serve_app.http.request_registry import Latency, RequestRegistry
+from serve_app.http.streaming import ByteStream
+from serve_app.jobs.api.records import BatchProgress
+from serve_app.openai.reply.format import JsonObject
+
+_NUM_REQUESTS = 25
+_NUM_TENANTS = 8
+_LATENCY_WINDOW_S = 300.0
+_JOBS_PERIOD_S = 5.0
+_JOBS_LIMIT_S = 2.0
+_ASSETS = {"": "text/html", "/dashboard.js": "text/javascript", "/dashboard.css": "text/css"}
+"""Files of the page, by their path below `/dashboard`."""
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+
+
+class Snapshots:
+    """Maker of the dashboard's snapshots."""
+
+    def __init__(self, model_name: str, backends: Backends, registry: RequestRegistry) -> None:
+        self._model_name = model_name
+        self._backends = backends
+        self._registry = registry
+        self._jobs: list[JsonObject] | None = None
+        self._batches: list[JsonObject] = []
+        self._jobs_asked_s = -_JOBS_PERIOD_S
+
+    async def make(self) -> JsonObject:
+        """Return what this ingress knows now; counts of jobs are up to `_JOBS_PERIOD_S` older."""
+        await self._ask_jobs()
+        dispatcher, autoscaling = self._backends.dispatcher, self._backends.autoscaling
+        latencies = self._registry.latencies(_LATENCY_WINDOW_S)
+        requests = self._registry.newest(_NUM_REQUESTS)
+        choices = _choices_of(requests)
+        return {
+            "time_unix_s": round(time.time(), 3),
+            "model": self._model_name,
+            "replicas": [
+                load_of(view) | {"chosen_for": choices.get(view.stats.replica_id)} for view in dispatcher.load()
+            ],
+            "queues": [_queue_of(band, dispatcher.waiting(band, _NUM_TENANTS)) for band in Band],
+            "latencies": [self._latency_of(band, latencies[band]) for band in Band],
+            "autoscaling": None if autoscaling is None else autoscaling_of(autoscaling),
+            "jobs": self._jobs,
+            "batches": self._batches,
+            "requests": requests,
+        }
+
+    async def _ask_jobs(self) -> None:
+        now = time.monotonic()
+        if self._backends.jobs is None or now - self._jobs_asked_s < _JOBS_PERIOD_S:
+            return
+        self._jobs_asked_s = now
+        try:
+            async with asyncio.timeout(_JOBS_LIMIT_S):
+                counts = await self._backends.jobs.service.metrics()
+        except (ServingError, TimeoutError):
+            self._jobs, self._batches = None, []
+        else:
+            self._jobs = [_value_of(metric) for metric in counts.own]
+            self._batches = [_batch_of(batch) for batch in counts.running]
+
+    def _latency_of(self, band: Band, latencies: Sequence[Latency]) -> JsonObject:
+        targets = self._backends.targets.get(band)
+        ttft = [each.ttft_s for each in latencies]
+        tpot = [each.tpot_s for each in latencies if each.tpot_s is not None]
+        return {
+            "band": band.name.lower(),
+            "num_requests": len(latencies),
+            "ttft_s": _percentiles(ttft),
+            "tpot_s": _percentiles(tpot),
+            "ttft_target_s": None if targets is None else targets.ttft_s,
+            "tpot_target_s": None if targets is None else targets.tpot_s,
+        }
+
+
+class DashboardEndpoints:
+    """Endpoints of the dashboard; the page needs no key, and asks for the operator's, which its events need."""
+
+    def __init__(self, snapshots: Snapshots, gate: Gate) -> None:
+        self._feed = LiveFeed(snapshots.make, lambda: gate.is_open)
+        folder = files("serve_app") / "dashboard"
+        names = {"": "dashboard.html"}
+        self._assets = {path: (folder / names.get(path, path[1:])).read_bytes() for path in _ASSETS}
+
+    def pages(self) -> Routes:
+        """Return the handlers of the page's files, by method and path."""
+        return {f"GET /dashboard{path}": self.page for path in _ASSETS}
+
+    def watched(self) -> Routes:
+        """Return the handler for operators alone, by method and path."""
+        return {"GET /dashboard/events": self.events}
+
+    async def page(self, request: Request) -> Response:
+        """Answer GET /dashboard and its files."""
+        path = exchange_of(request).path.rstrip("/").removeprefix("/dashboard")
+        return Response(self._assets[path], headers=_HEADERS, media_type=_ASSETS[path])
+
+    async def events(self, request: Request) -> Response:
+        """Answer GET /dashboard/events: a snapshot a second, until the client leaves or the server stops."""
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        return ByteStream(self._feed.events(), exchange_of(request), CONTENT_TYPE, headers)
+
+
+def _choices_of(requests: Sequence[JsonObject]) -> dict[str, JsonObject]:
+    """Return the most frequent reason for the placements of the requests, by replica."""
+    reasons: dict[str, Counter[str]] = defaultdict(Counter)
+    for request in requests:
+        for placed in request["metrics"]["placements"]:
+            reasons[placed["replica_id"]][placed["reason"]] += 1
+    return {
+        replica_id: {"reason": reason, "num_placements": num, "of": counts.total()}
+        for replica_id, counts in reasons.items()
+        for reason, num in counts.most_common(1)
+    }
+
+
+def _queue_of(band: Band, size: BandQueueSize) -> JsonObject:
+    """Return a band's queue, with the tenants that have most requests there."""
+    return {
+        "band": band.name.lower(),
+        "num_requests": size.num_requests,
+        "num_tokens": size.num_tokens,
+        "num_tenants": size.num_tenants,
+        "tenants": [
+            {"tenant": tenant, "num_requests": queue.num_requests, "num_tokens": queue.num_tokens}
+            for tenant, queue in size.largest.items()
+        ],
+    }
+
+
+def _percentiles(values: Collection[float]) -> JsonObject | None:
+    """Return the median and the 95th percentile; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {name: round(ordered[int(share * (len(ordered) - 1))], 4) for name, share in (("p50", 0.5), ("p95", 0.95))}
+
+
+def _batch_of(batch: BatchProgress) -> JsonObject:
+    return {
+        "id": batch.id,
+        "tenant": batch.tenant,
+        "num_lines": batch.counts.total,
+        "num_completed": batch.counts.completed,
+        "num_failed": batch.counts.failed,
+        "has_webhook": batch.has_webhook,
+    }
+
+
+def _value_of(metric: Metric) -> JsonObject:
+    return {"name": metric.name.removeprefix("headway:"), "labels": dict(metric.labels), "value": metric.value}
