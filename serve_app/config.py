@@ -31,13 +31,13 @@ from router.flow.flow_control import FlowLimits
 from router.flow.flow_queue import BandLimits
 from router.scaling.autoscaling import AutoscalingSettings, DownscaleDelay, ReplicaBounds
 from router.watch import WatchSettings
-from serve_app.compound_settings import BandQueues, BandTargets, BandWaits, read_downscale_delay
 from serve_app.http.settings import IngressSettings
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.openai.request.validation import RequestLimits
-from serve_app.process_settings import IngressProcess, JobsProcess, LineSettings, ModelProcess, RoutingSettings
-from serve_app.replaced_settings import refuse_replaced
+from serve_app.settings.by_band import BandQueues, BandTargets, BandWaits, read_downscale_delay
+from serve_app.settings.processes import IngressProcess, JobsProcess, LineSettings, ModelProcess, RoutingSettings
+from serve_app.settings.replaced import refuse_replaced
 from serve_app.tracing.settings import TracingSettings
 
 Part = TypeVar("Part")

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ByteSize
 
 from replicas.settings import settings_of
-from serve_app.compound_settings import FORMS
 from serve_app.config import PARTS, HeadwayConfig
+from serve_app.settings.by_band import FORMS
 
 _INTRODUCTION = """# Configuration
 

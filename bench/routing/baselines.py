@@ -19,7 +19,7 @@ from router.types import (
     RoutingPolicy,
     RoutingRequest,
 )
-from serve_app.process_settings import RoutingSettings
+from serve_app.settings.processes import RoutingSettings
 
 
 class _PrefixBlindPolicy:

@@ -28,7 +28,7 @@ from bench.routing.applications import timed
 from bench.routing.offer import Offered, offer
 from bench.routing.report import Bar, read_options, report
 from serve_app.benchmark.rows import Outcome, Row
-from serve_app.compound_settings import BandQueues, BandWaits, QueueLimit
+from serve_app.settings.by_band import BandQueues, BandWaits, QueueLimit
 
 _INTERACTIVE_TTFT_S, _STANDARD_TTFT_S = 1.0, 5.0
 TARGETS = {

@@ -13,10 +13,10 @@ import pydantic
 import typer
 import yaml
 
-from serve_app.compound_settings import as_text
 from serve_app.config import HeadwayConfig
 from serve_app.config_page import default_text, effect_of, form_of, sections
-from serve_app.replaced_settings import REPLACED
+from serve_app.settings.by_band import as_text
+from serve_app.settings.replaced import REPLACED
 
 _RECEIVER = "fields"
 """Parameter of a command that receives the fields that were given."""

@@ -32,7 +32,7 @@ from serve_app.keys.rate_limits import KeyLimiter
 from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.http import HttpMetrics
 from serve_app.process import return_freed_memory, share_gil
-from serve_app.process_settings import IngressProcess
+from serve_app.settings.processes import IngressProcess
 from serve_app.tracing.tracer import Tracer
 
 _TARGET_STREAMS = 200

@@ -30,7 +30,7 @@ from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, export_forever, jobs_exporter
 from serve_app.process import return_freed_memory
-from serve_app.process_settings import JobsProcess
+from serve_app.settings.processes import JobsProcess
 from serve_app.tracing.tracer import Tracer
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import log_through_serve, without_collection
 from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, engine_exporter, export_forever
-from serve_app.process_settings import ModelProcess
+from serve_app.settings.processes import ModelProcess
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend

@@ -27,7 +27,7 @@ from router.serve_router import ServeReplicaClient
 from router.types import RouterObserver
 from serve_app.monitoring.ray_metrics import Instruments, export_forever, registry_exporter
 from serve_app.monitoring.router import RouterCollector, RouterMetrics
-from serve_app.process_settings import RoutingSettings
+from serve_app.settings.processes import RoutingSettings
 
 _CARD_PERIOD_S = 0.2
 _OBJECTS_PER_COLLECTION = 10_000

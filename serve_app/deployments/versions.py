@@ -10,7 +10,7 @@ import ray
 from pydantic_core import to_json
 from ray import serve
 
-from serve_app.process_settings import IngressProcess, JobsProcess, ModelProcess
+from serve_app.settings.processes import IngressProcess, JobsProcess, ModelProcess
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("serve_app", "router", "replicas")

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from replicas.protocol import Band
 from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
-from serve_app.compound_settings import BandQueues, BandTargets, BandWaits, QueueLimit
 from serve_app.config import HeadwayConfig
+from serve_app.settings.by_band import BandQueues, BandTargets, BandWaits, QueueLimit
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
 from serve_app.config import PARTS, HeadwayConfig
 from serve_app.config_page import page
-from serve_app.replaced_settings import REPLACED
+from serve_app.settings.replaced import REPLACED
 
 ROOT = Path(__file__).resolve().parents[2]
 

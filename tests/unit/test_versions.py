@@ -12,9 +12,9 @@ from replicas.engine.config import KVPressurePolicy
 from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
 from serve_app.app import build
-from serve_app.compound_settings import BandQueues, BandTargets, BandWaits, QueueLimit
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.versions import own_version
+from serve_app.settings.by_band import BandQueues, BandTargets, BandWaits, QueueLimit
 
 
 def versions(**fields: Any) -> dict[str, str]:

@@ -14,9 +14,9 @@ from serve_app.cli.config_options import read_config, read_config_file, with_con
 from serve_app.cli.main import app
 from serve_app.cli.serve import is_loopback
 from serve_app.cli.server.ports import Address, reserved
-from serve_app.compound_settings import BandTargets, BandWaits
 from serve_app.config import HeadwayConfig
-from serve_app.replaced_settings import REPLACED
+from serve_app.settings.by_band import BandTargets, BandWaits
+from serve_app.settings.replaced import REPLACED
 from testkit.free_port import free_port
 
 
