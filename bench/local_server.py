@@ -2,7 +2,7 @@
 
 With DEFAULT_RUN_TIME in its environment the process leaves the GIL's interval, the C heap and the garbage collector as
 they are by default. With NO_KEYS nobody needs a key, and all share the prefix cache. With KEY_LIMITS each key has all
-limits, so high that none is reached. With OTLP_ENDPOINT it traces, by default every request; TRACE_RATIO is the share.
+limits, so high that none is reached.
 
 It prints one line of JSON each second: its memory, descriptors, threads and tasks, and the longest time for which its
 event loop stood still in that second.
@@ -35,7 +35,6 @@ from serve_app.ingress import IngressSettings
 from serve_app.keys.key_file import digest_of
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.process import return_freed_memory, share_gil
-from serve_app.tracing.settings import TracingSettings
 from testkit.http.local_service import local_service
 
 KEYS = {band: f"hw-{band.name.lower()}" for band in Band}
@@ -44,8 +43,6 @@ KEYS = {band: f"hw-{band.name.lower()}" for band in Band}
 _HIGH_LIMITS = {
     "requests_per_minute": 10**6, "tokens_per_minute": 10**9, "max_concurrent_requests": 10**4, "max_tokens": 10**4,
 }  # fmt: skip
-_SCHEDULED = 2
-"""Kind of a process's clock in Linux: the time that its threads have run."""
 _START_S, _PERIOD_S, _TICK_S = 120.0, 1.0, 0.002
 
 
@@ -96,10 +93,6 @@ class LocalServer:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         return self
-
-    def cpu_s(self) -> float:
-        """Return the processor time that the process has used, to the nanosecond: the kernel's clock of the process."""
-        return time.clock_gettime(~self._process.pid << 3 | _SCHEDULED)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -157,7 +150,6 @@ async def _serve(data_dir: Path) -> None:
         served_model_name=DEMO_MODEL_NAME,
         api_key_file=str(keys) if has_keys else None,
         limits=RequestLimits(prefix_cache_scope="tenant" if has_keys else "shared"),
-        tracing=TracingSettings(os.environ.get("OTLP_ENDPOINT"), float(os.environ.get("TRACE_RATIO", "1"))),
     )
     async with local_service(options, settings) as service:
         if not os.environ.get("DEFAULT_RUN_TIME"):

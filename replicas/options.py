@@ -14,8 +14,8 @@ class StreamOptions:
     """Grouping of a stream's tokens into chunks."""
 
     coalesce_interval_s: float = setting(0.03, ge=0)
-    """Shortest time between two chunks of a stream after its first, seconds; `coalesce_tokens` may end it early."""
-    coalesce_tokens: int = setting(8, ge=1)
+    """Shortest time between two chunks of a stream after its first, seconds; 8 waiting tokens end it early."""
+    coalesce_tokens: int = 8
     """Number of waiting tokens at which a chunk is sent before `coalesce_interval_s` is over."""
     max_stream_chunks_per_s: float | None = setting(None, gt=0)
     """Most chunks per second of all streams of a replica together. Above it chunks get larger and rarer, and

@@ -105,7 +105,6 @@ class ServeReplicaClient:
         self._describe = handle.options(method_name="describe")
         self._poll = handle.options(method_name="poll")
         self._drain = handle.options(method_name="drain")
-        self._exchange_key_use = handle.options(method_name="exchange_key_use")
         self._probe: asyncio.Task[list[PollReply]] | None = None
         """Broadcast of a poll beside a replica that hangs; None: the last broadcast was answered."""
         self._missed: set[str] = set()
@@ -147,19 +146,6 @@ class ServeReplicaClient:
         """
         # Serve may pass by the replica, which then is not the one that answers.
         return bool(await _ask(self._drain, replica_id, replica_id))
-
-    async def exchange_key_use(self, report: Any) -> Any:
-        """Publish a report in the replica with the least id; return those of the other ingresses there.
-
-        All ingresses poll the same replicas, so they meet in one of them. It hands the reports on unread.
-
-        Raises:
-            ServingError: there is no replica, or it did not answer.
-        """
-        first = min((stats.replica_id for stats in self._gossip.polled), default=None)
-        if first is None:
-            raise NoReplicaAvailable("no model replica is running yet")
-        return await _ask(self._exchange_key_use, first, report)
 
     async def describe(self) -> ModelCard:
         """Return the model description of any one replica. Does not have a replica started where there is none.

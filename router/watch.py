@@ -25,7 +25,7 @@ class WatchSettings:
     max_replica_silence_s: float = setting(5.0, gt=0)
     """Longest silence of a replica with streams, seconds: it neither answers polls nor sends tokens. Then its streams
     go on elsewhere, if another replica answers."""
-    max_drain_wait_s: float = setting(5.0, ge=0)
+    max_drain_wait_s: float = 5.0
     """Longest wait for the streams of a replica that is to leave, seconds. Those that have not ended by then go on at
     once on replicas with free slots and the same weights; the others stay until the replica is stopped."""
 

@@ -3,6 +3,7 @@
 No `from __future__ import annotations` here: Serve reads the annotation of `build` at run time.
 """
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from serve_app.one_root import check_one_root
@@ -25,6 +26,8 @@ from serve_app.deployments.versions import keep_version, own_version
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
 
+_HEALTH_CHECK_PERIOD_S = 1.0
+
 
 def build(config: HeadwayConfig) -> serve.Application:
     """Build the application, for `serve run serve_app.app:build key=value` and for `args:` in a config file."""
@@ -32,12 +35,16 @@ def build(config: HeadwayConfig) -> serve.Application:
 
 
 def build_with(
-    config: HeadwayConfig, load_backend: "LoadBackend | None" = None, make_flow: MakeFlow = late_binding_flow
+    config: HeadwayConfig,
+    load_backend: "LoadBackend | None" = None,
+    make_flow: MakeFlow = late_binding_flow,
+    access_log_socket: str | None = None,
 ) -> serve.Application:
-    """Build the application with another engine backend or flow control, for tests and benchmarks.
+    """Build the application with another engine backend or flow control, or with an access log for this terminal.
 
     `load_backend` loads the backend of each engine; None: the model in torch. `make_flow` creates the flow control of
-    each ingress and of each jobs worker.
+    each ingress and of each jobs worker. `access_log_socket` is the Unix socket that the ingresses of this machine send
+    access lines to; None: there is none.
     """
     config = _with_gpus(config)
     model = serve.deployment(
@@ -59,7 +66,7 @@ def build_with(
         name="Ingress",
         max_ongoing_requests=config.max_ongoing_requests_per_ingress,
         ray_actor_options={"num_cpus": config.cpus_per_ingress},
-        user_config=config.replica_bounds(),
+        user_config=asdict(config.replica_bounds()),
         # A new ingress starts beside the old one, unless Ray has to reserve CPUs for it, which may not be free.
         max_surge_percent=0 if config.cpus_per_ingress else 100,
         **num_ingresses(config),
@@ -70,12 +77,13 @@ def build_with(
         name="Jobs",
         max_ongoing_requests=config.max_ongoing_requests_for_jobs,
         ray_actor_options={"num_cpus": config.cpus_per_jobs},
-        user_config={**config.replica_bounds(), "num_jobs_workers": config.num_jobs_workers},
+        user_config={**asdict(config.replica_bounds()), "num_jobs_workers": config.num_jobs_workers},
         **num_fixed_replicas(config, config.num_jobs_workers),
         **_lifecycle(config),
     )
     # Each is bound to the settings that it reads, so that a change of others does not replace its processes.
-    of_model, of_jobs, of_ingress = config.of_model(), config.of_jobs(), config.of_ingress()
+    of_model, of_jobs = config.model_process(), config.jobs_process()
+    of_ingress = config.ingress_process(access_log_socket)
     model = keep_version(model, own_version(of_model))
     jobs = keep_version(jobs, own_version(of_jobs))
     ingress = keep_version(ingress, own_version(of_ingress))
@@ -86,7 +94,7 @@ def build_with(
 def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:
     """Return the options that all deployments share."""
     return {
-        "health_check_period_s": config.health_check_period_s,
+        "health_check_period_s": _HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": config.health_check_timeout_s,
         "graceful_shutdown_timeout_s": config.graceful_shutdown_timeout_s,
         "graceful_shutdown_wait_loop_s": min(0.2, config.graceful_shutdown_timeout_s),

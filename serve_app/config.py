@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_args, get_type_hints
@@ -13,7 +12,10 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    PlainSerializer,
+    PlainValidator,
     ValidationInfo,
+    WithJsonSchema,
     create_model,
     field_validator,
     model_validator,
@@ -27,13 +29,15 @@ from replicas.protocol import Band
 from replicas.settings import settings_of
 from router.flow.flow_control import FlowLimits
 from router.flow.flow_queue import BandLimits
-from router.scaling.autoscaling import AutoscalingSettings
-from router.types import LatencyTargets
+from router.scaling.autoscaling import AutoscalingSettings, DownscaleDelay, ReplicaBounds
 from router.watch import WatchSettings
+from serve_app.compound_settings import BandQueues, BandTargets, BandWaits, read_downscale_delay
 from serve_app.http.settings import IngressSettings
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.openai.request.validation import RequestLimits
+from serve_app.process_settings import IngressProcess, JobsProcess, LineSettings, ModelProcess, RoutingSettings
+from serve_app.replaced_settings import refuse_replaced
 from serve_app.tracing.settings import TracingSettings
 
 Part = TypeVar("Part")
@@ -65,29 +69,21 @@ _LOOKAHEAD = 1
 """Requests of a band that wait in a replica for its next free slot. Without them the slot would stay empty until the
 ingress learns that it is free."""
 
+_STALL_SILENCES = 12
+"""Number of `max_replica_silence_s` after which a replica with streams counts as stalled. Most streams have left it by
+then; those of the only replica have not."""
 _CONTROL_CALLS = 64
 """Calls that a replica may hold in addition to its requests: polls, health checks, metrics, channels, ending calls."""
-
-_RENAMED = {"max_deltas_per_s": "max_stream_chunks_per_s"}
-"""Map from a former name of a field to its present name; former names are accepted with a warning."""
-_REMOVED = {"routing_policy": "least_tokens", "num_bound_early": "0"}
-"""Map from a removed field to the behaviour that is now fixed; only that value is accepted, with a warning."""
-
-_MODEL_PARTS = (ModelOptions, RunnerOptions, EngineLimits, StreamOptions)
-_ROUTING_PARTS = (FlowLimits, WatchSettings, AutoscalingSettings, RequestLimits)
-_ROUTING_FIELDS = {
-    "model", "served_model_name", "enable_prefix_caching", "max_queued_requests", "max_queued_tokens",
-    "max_queued_batch_requests", "max_queued_batch_tokens", "max_tenant_queue_share", "max_starvation_s",
-    "max_interactive_wait_s", "max_standard_wait_s", "interactive_ttft_target_s", "interactive_tpot_target_s",
-    "standard_ttft_target_s", "standard_tpot_target_s", "batch_ttft_target_s", "batch_tpot_target_s",
-    "load_poll_period_s", "data_dir", "webhook_allowed_hosts",
-}  # fmt: skip
-"""Fields of `HeadwayConfig` that every process with a router reads."""
-_HTTP_SETTINGS_OF_JOBS = {"api_key_file", "max_body_bytes", "num_tokenizer_threads", "tool_call_parser"}
 
 _PLAIN = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 _Bytes = Annotated[ByteSize, AfterValidator(int)]
 """A number of bytes, also with a unit."""
+_TEXT = (PlainSerializer(str), WithJsonSchema({"type": "string"}))
+_Targets = Annotated[BandTargets, PlainValidator(BandTargets.read), *_TEXT]
+_Queues = Annotated[BandQueues, PlainValidator(BandQueues.read), *_TEXT]
+_Waits = Annotated[BandWaits, PlainValidator(BandWaits.read), *_TEXT]
+_READ = {DownscaleDelay: Annotated[DownscaleDelay, PlainValidator(read_downscale_delay), *_TEXT]}
+"""Types of settings of the parts that are read from a text, by their own type."""
 
 
 def _fields_of_parts() -> dict[str, Any]:
@@ -98,7 +94,7 @@ def _fields_of_parts() -> dict[str, Any]:
     for part in PARTS:
         types, texts = get_type_hints(part), schema[part.__name__]["properties"]
         for name, (default, bounds) in settings_of(part).items():
-            value_type = _Bytes if name.endswith("_bytes") else types[name]
+            value_type = _Bytes if name.endswith("_bytes") else _READ.get(types[name], types[name])
             made[name] = (value_type, Field(default, description=texts[name]["description"], **bounds))
     return made
 
@@ -132,8 +128,6 @@ class HeadwayConfig(_SettingsOfParts):
     max_replicas: int | None = Field(default=None, ge=1)
     """Most model replicas; their number follows the load if this exceeds the fewest. None: as many as there are GPUs
     for, without GPUs `num_replicas`."""
-    autoscale_interval_s: float = Field(default=0.2, gt=0)
-    """Seconds between two reports of the desired number of replicas to Serve's controller."""
     num_gpus_per_replica: float | None = Field(default=None, ge=0)
     """GPUs that Ray reserves for a model replica; of less than 1, replicas share a GPU and its memory. None: 1 if the
     cluster has GPUs, else 0."""
@@ -141,54 +135,35 @@ class HeadwayConfig(_SettingsOfParts):
     """CPUs that Ray reserves for a model replica."""
     graceful_shutdown_timeout_s: float = Field(default=20.0, gt=0)
     """Time that running requests have to finish when a replica is stopped, seconds."""
-    health_check_period_s: float = Field(default=1.0, gt=0)
-    """Seconds between two health checks of a replica."""
     health_check_timeout_s: float = Field(default=3.0, gt=0)
     """Seconds after which an unanswered health check has failed; three failures replace the replica."""
 
-    max_queued_requests: int = Field(default=1024, ge=1)
-    """Most sequences of the band `interactive` that wait in one ingress, and as many of `standard`; beyond it 429."""
-    max_queued_tokens: int = Field(default=4_000_000, ge=1)
-    """Most tokens of these sequences, prompt and expected output; beyond it 429."""
-    max_queued_batch_requests: int = Field(default=16_384, ge=1)
-    """Most sequences of the band `batch` that wait in one ingress; beyond it 429."""
-    max_queued_batch_tokens: int = Field(default=64_000_000, ge=1)
-    """Most tokens of these sequences, prompt and expected output; beyond it 429."""
+    max_queue: _Queues = BandQueues()
+    """Most sequences of each band that wait in one ingress, and most tokens of them, prompt and expected output; beyond
+    either 429. Its forms are those of `slo`."""
     max_tenant_queue_share: float = Field(default=0.5, gt=0, le=1)
     """Most of a band's queue, in requests and in tokens, that one tenant may fill, as a share; beyond it 429. It needs
     `api_key_file`: without keys all requests are of one tenant, or of as many as clients name."""
     max_starvation_s: float = Field(default=30.0, gt=0)
     """Longest time that a waiting band goes without a first token, seconds, while replicas finish sequences."""
-    max_interactive_wait_s: float | None = Field(default=10.0, gt=0)
-    """Longest predicted wait of an interactive request, seconds; beyond it 429. None: it waits."""
-    max_standard_wait_s: float | None = Field(default=60.0, gt=0)
-    """Longest predicted wait of a request of the band `standard`, seconds; beyond it 429. None: it waits."""
+    max_wait_s: _Waits = BandWaits()
+    """Longest predicted wait of a request of each band, seconds; beyond it 429. None: it waits. Its forms are those of
+    `slo`."""
 
     num_ingress_replicas: int = Field(default=1, ge=1)
     """HTTP ingress processes, at the start if their number follows the load."""
     min_ingress_replicas: int | None = Field(default=None, ge=1)
     """Fewest ingress processes. None: `num_ingress_replicas`."""
     max_ingress_replicas: int | None = Field(default=None, ge=1)
-    """Most ingress processes; their number follows their load if this exceeds the fewest. None:
-    `num_ingress_replicas`."""
-    ingress_target_streams: int = Field(default=200, ge=1)
-    """Requests that one ingress should answer at once: more ingresses start above it, or above 0.7 cores of processor
-    time each. It counts only if the number of ingresses follows their load."""
+    """Most ingress processes. If this exceeds the fewest, their number follows their load: more start above 200
+    requests or 0.7 cores of processor time each. None: `num_ingress_replicas`."""
     cpus_per_ingress: float = Field(default=0.0, ge=0)
     """CPUs that Ray reserves for an ingress replica."""
-    interactive_ttft_target_s: float | None = Field(default=1.0, gt=0)
-    """Target for the time to first token of the band `interactive`, seconds. None: no target. Targets neither refuse
-    nor order requests; `headway:slo_attained_total` and `headway:goodput_tokens_total` count what met them."""
-    interactive_tpot_target_s: float | None = Field(default=0.15, gt=0)
-    """Target for the mean time between output tokens of the band `interactive`, seconds. None: no target."""
-    standard_ttft_target_s: float | None = Field(default=5.0, gt=0)
-    """Target for the time to first token of the band `standard`, seconds. None: no target."""
-    standard_tpot_target_s: float | None = Field(default=0.25, gt=0)
-    """Target for the mean time between output tokens of the band `standard`, seconds. None: no target."""
-    batch_ttft_target_s: float | None = Field(default=None, gt=0)
-    """Target for the time to first token of the band `batch`, seconds. None: no target."""
-    batch_tpot_target_s: float | None = Field(default=None, gt=0)
-    """Target for the mean time between output tokens of the band `batch`, seconds. None: no target."""
+    slo: _Targets = BandTargets()
+    """Targets of each band for the time to first token and for the mean time between output tokens, seconds; either may
+    be none. In YAML `{interactive: [1, 0.15], batch: none}`. Bands that are not named keep their defaults. Targets
+    neither refuse nor order requests; `headway:slo_attained_total` and `headway:goodput_tokens_total` count what met
+    them."""
     load_poll_period_s: float = Field(default=1.0, gt=0)
     """Seconds between two polls of every model replica's load by an ingress."""
 
@@ -212,17 +187,11 @@ class HeadwayConfig(_SettingsOfParts):
 
     @model_validator(mode="before")
     @classmethod
-    def _rename(cls, given: object) -> object:
-        """Accept former names of fields, and removed fields with their fixed value."""
-        if not isinstance(given, dict):
-            return given
-        renamed = {former: name for former, name in _RENAMED.items() if former in given and name not in given}
-        for former, name in renamed.items():
-            warnings.warn(f"{former} is called {name} now", FutureWarning, stacklevel=2)
-        removed = {name: value for name, value in _REMOVED.items() if str(given.get(name)) == value}
-        for name, value in removed.items():
-            warnings.warn(f"{name} is always {value} now", FutureWarning, stacklevel=2)
-        return {renamed.get(name, name): value for name, value in given.items() if name not in removed}
+    def _refuse_replaced(cls, given: object) -> object:
+        """Refuse former settings with the sentence that says what replaces each."""
+        if isinstance(given, dict):
+            refuse_replaced(given)
+        return given
 
     @field_validator("*", mode="before")
     @classmethod
@@ -262,6 +231,7 @@ class HeadwayConfig(_SettingsOfParts):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        self.replica_bounds()
         self.autoscaling_settings()
         self.ingress_settings()
         if not self.fewest_ingresses <= self.num_ingress_replicas <= self.most_ingresses:
@@ -307,14 +277,17 @@ class HeadwayConfig(_SettingsOfParts):
     @property
     def model_names(self) -> tuple[str, ...]:
         """Names of the model that requests may use."""
-        if self.served_model_name is not None:
-            return tuple(self.served_model_name.split(","))
+        return (self._name_of_model,) if self.served_model_name is None else tuple(self.served_model_name.split(","))
+
+    @property
+    def _name_of_model(self) -> str:
+        """Name of the model if `served_model_name` gives it no other."""
         if self.model is None:
-            return (DEMO_MODEL_NAME,)
+            return DEMO_MODEL_NAME
         path = Path(self.model)
         if path.suffix == ".gguf":
-            return (path.stem,)
-        return (path.name if path.is_dir() else self.model,)
+            return path.stem
+        return path.name if path.is_dir() else self.model
 
     @property
     def jobs_database_url(self) -> str:
@@ -326,36 +299,52 @@ class HeadwayConfig(_SettingsOfParts):
         """URL of the folder that holds the bytes of files, for fsspec."""
         return self.files_url or f"{self.data_dir}/files"
 
-    def of_model(self) -> HeadwayConfig:
-        """Return the settings that a model replica reads; all others have their defaults."""
-        names = {"model", "max_queued_tokens", "max_starvation_s", "cpus_per_replica", "load_poll_period_s"}
-        names.add("num_gpus_per_replica")
-        own = self._only(names, *_MODEL_PARTS)
-        return own.model_copy(update={"num_ingress_replicas": self.max_known_ingresses})
+    def model_process(self) -> ModelProcess:
+        """Compose the settings of a model replica."""
+        replica = self.replica_options().with_gpus(self.num_gpus_per_replica or 0.0)
+        return ModelProcess(self._name_of_model, replica, self.load_poll_period_s)
 
-    def of_ingress(self) -> HeadwayConfig:
-        """Return the settings that an ingress reads; all others have their defaults."""
-        return self._only(
-            _ROUTING_FIELDS | {"files_url", "ingress_target_streams"},
-            *_ROUTING_PARTS, IngressSettings, JobsSettings, TracingSettings,
-        )  # fmt: skip
+    def ingress_process(self, access_log_socket: str | None = None) -> IngressProcess:
+        """Compose the settings of an ingress, which sends access lines to the given Unix socket; None: to none."""
+        return IngressProcess(
+            routing=self.routing_settings(),
+            http=replace(self.ingress_settings(), access_log_socket=access_log_socket),
+            jobs=self.jobs_settings(),
+            files_url=self.jobs_files_url,
+            webhook_allowed_hosts=self.webhook_allowed_hosts,
+        )
 
-    def of_jobs(self) -> HeadwayConfig:
-        """Return the settings that a jobs worker reads; all others have their defaults."""
-        names = {"files_url", "database_url", "webhook_secret", *_HTTP_SETTINGS_OF_JOBS}
-        return self._only(_ROUTING_FIELDS | names, *_ROUTING_PARTS, JobsSettings, TracingSettings)
+    def jobs_process(self) -> JobsProcess:
+        """Compose the settings of a jobs worker."""
+        http = self.ingress_settings()
+        return JobsProcess(
+            routing=self.routing_settings(),
+            jobs=self.jobs_settings(),
+            lines=LineSettings(
+                http.model, http.limits, http.num_tokenizer_threads, http.work_limits, http.tool_call_parser
+            ),
+            tracing=self.tracing_settings(),
+            data_dir=self.data_dir,
+            database_url=self.jobs_database_url,
+            files_url=self.jobs_files_url,
+            webhook_secret=self.webhook_secret,
+            webhook_allowed_hosts=self.webhook_allowed_hosts,
+        )
 
-    def replica_bounds(self) -> dict[str, int]:
+    def routing_settings(self) -> RoutingSettings:
+        """Compose the settings of the router in an ingress or a jobs worker."""
+        return RoutingSettings(
+            model_name=self.model_name,
+            flow=self.flow_limits(),
+            watch=self.watch_settings(),
+            autoscaling=self.autoscaling_settings(),
+            targets=self.slo.by_band(),
+            has_prefix_cache=self.engine_limits().enable_prefix_caching,
+        )
+
+    def replica_bounds(self) -> ReplicaBounds:
         """Return the bounds on the number of model replicas, which may change while the processes run."""
-        return {
-            "min_replicas": self.effective_min_replicas,
-            "max_replicas": self.effective_max_replicas,
-            "num_replicas": self.num_replicas,
-        }
-
-    def _only(self, names: set[str], *parts: type) -> HeadwayConfig:
-        names = names.union(*(settings_of(part) for part in parts))
-        return HeadwayConfig.model_construct(**{name: getattr(self, name) for name in sorted(names)})
+        return ReplicaBounds(self.effective_min_replicas, self.effective_max_replicas, self.num_replicas)
 
     @property
     def effective_min_replicas(self) -> int:
@@ -410,7 +399,7 @@ class HeadwayConfig(_SettingsOfParts):
     @property
     def max_ongoing_requests_per_ingress(self) -> int:
         """Most calls to one ingress; above the capacity of all queues, so that Serve's proxy never queues requests."""
-        waiting = self.max_queued_requests * (len(Band) - 1) + self.max_queued_batch_requests
+        waiting = sum(limit.max_requests for limit in self.max_queue.by_band().values())
         return self.max_ongoing_requests_per_replica * self.effective_max_replicas + waiting + _CONTROL_CALLS
 
     @property
@@ -420,44 +409,24 @@ class HeadwayConfig(_SettingsOfParts):
 
     def flow_limits(self) -> FlowLimits:
         """Compose the limits of the requests that wait in an ingress."""
-        share = self._tenant_share
-        usual = BandLimits(self.max_queued_requests, self.max_queued_tokens, max_tenant_share=share)
-        batch = BandLimits(self.max_queued_batch_requests, self.max_queued_batch_tokens, max_tenant_share=share)
+        waits = self.max_wait_s.by_band()
         return self._part(
             FlowLimits,
             bands={
-                Band.INTERACTIVE: replace(usual, max_wait_s=self.max_interactive_wait_s),
-                Band.STANDARD: replace(usual, max_wait_s=self.max_standard_wait_s),
-                Band.BATCH: batch,
+                band: BandLimits(limit.max_requests, limit.max_tokens, waits[band], self._tenant_share)
+                for band, limit in self.max_queue.by_band().items()
             },
             promote_after_s=_PROMOTE_SHARE * self.max_starvation_s,
             lookahead=_LOOKAHEAD,
         )
 
-    def latency_targets(self) -> dict[Band, LatencyTargets]:
-        """Compose the latency targets of each band."""
-        return {
-            Band.INTERACTIVE: LatencyTargets(self.interactive_ttft_target_s, self.interactive_tpot_target_s),
-            Band.STANDARD: LatencyTargets(self.standard_ttft_target_s, self.standard_tpot_target_s),
-            Band.BATCH: LatencyTargets(self.batch_ttft_target_s, self.batch_tpot_target_s),
-        }
-
     def autoscaling_settings(self) -> AutoscalingSettings:
         """Compose the settings of the autoscaler."""
-        return self._part(
-            AutoscalingSettings,
-            min_replicas=self.effective_min_replicas,
-            max_replicas=self.effective_max_replicas,
-            num_replicas=self.num_replicas,
-        )
+        return self._part(AutoscalingSettings)
 
     def watch_settings(self) -> WatchSettings:
         """Compose the settings of an ingress's polls, and of the streams that leave a replica."""
         return self._part(WatchSettings, poll_period_s=self.load_poll_period_s)
-
-    def allowed_webhook_hosts(self) -> AllowedHosts:
-        """Return the hosts that may receive webhooks although they are not public."""
-        return AllowedHosts.parse(self.webhook_allowed_hosts)
 
     def jobs_settings(self) -> JobsSettings:
         """Compose the settings of a jobs worker."""
@@ -476,7 +445,9 @@ class HeadwayConfig(_SettingsOfParts):
             limits=self._part(RequestLimits),
             tracing=self.tracing_settings(),
             server_sets_request_id=True,
+            max_queued_preparations=self.max_queue.interactive.max_requests,
             max_tenant_share=self._tenant_share,
+            stall_timeout_s=_STALL_SILENCES * self.watch_settings().max_replica_silence_s,
         )
 
     def tracing_settings(self) -> TracingSettings:
@@ -488,7 +459,7 @@ class HeadwayConfig(_SettingsOfParts):
         return self._part(
             EngineLimits,
             max_queued_requests=self.max_queued_requests_per_replica,
-            max_queued_tokens=self.max_queued_tokens,
+            max_queued_tokens=max(self.max_queue.interactive.max_tokens, self.max_queue.standard.max_tokens),
             promote_after_s=_PROMOTE_SHARE * self.max_starvation_s,
         )
 

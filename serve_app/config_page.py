@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ByteSize
 
 from replicas.settings import settings_of
+from serve_app.compound_settings import FORMS
 from serve_app.config import PARTS, HeadwayConfig
 
 _INTRODUCTION = """# Configuration
@@ -46,6 +47,11 @@ def default_text(name: str) -> str:
     return _default(name, HeadwayConfig.model_fields[name].default)
 
 
+def form_of(name: str) -> str | None:
+    """Return the form of a field with several numbers; None: the field has one value."""
+    return FORMS.get(HeadwayConfig.model_fields[name].annotation)
+
+
 def _title(part: type) -> str:
     return (part.__doc__ or "").splitlines()[0].split(";")[0].rstrip(".")
 
@@ -54,7 +60,11 @@ def _section(title: str, names: Iterable[str]) -> Iterator[str]:
     yield f"## {title}\n\n| field | default | values | effect |\n|---|---|---|---|"
     schema = HeadwayConfig.model_json_schema()
     for name in names:
-        values = "size > 0" if name.endswith("_bytes") else _values(schema["properties"][name], schema["$defs"])
+        form = form_of(name)
+        if form is not None:
+            values = f"`{form}`"
+        else:
+            values = "size > 0" if name.endswith("_bytes") else _values(schema["properties"][name], schema["$defs"])
         yield f"| `{name}` | `{default_text(name)}` | {values} | {effect_of(name)} |"
     yield ""
 

@@ -12,7 +12,7 @@ from replicas.text.grammar import GrammarCompiler
 from replicas.text.tokenizer_files import load_tokenizer
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
-from router.scaling.autoscaling import Autoscaler, AutoscalingSettings
+from router.scaling.autoscaling import Autoscaler, AutoscalingSettings, ReplicaBounds
 from router.scaling.autoscaling_loop import AutoscalingLoop, IngressLoad
 from router.scaling.ingress_reports import IngressGossip
 from router.types import LatencyTargets, Outcome
@@ -67,10 +67,12 @@ async def whole_metrics() -> WholeMetrics:
 
 async def _autoscaling(queue: FlowQueue, table: LoadTable) -> AutoscalingLoop:
     """Return an autoscaling loop that has decided."""
-    settings = AutoscalingSettings(min_replicas=1, max_replicas=2, num_replicas=1)
+    settings = AutoscalingSettings()
     gossip = IngressGossip("ingress")
     load = IngressLoad(queue, table, gossip)
-    autoscaling = AutoscalingLoop(Autoscaler(settings, time.monotonic), load, gossip, lambda: asyncio.sleep(0))
+    autoscaling = AutoscalingLoop(
+        Autoscaler(settings, ReplicaBounds(1, 2, 1), time.monotonic), load, gossip, lambda: asyncio.sleep(0)
+    )
     running = asyncio.create_task(autoscaling.run(lambda: asyncio.sleep(0)))
     async with asyncio.timeout(LIMIT_S):
         while autoscaling.decision is None:

@@ -72,7 +72,8 @@ def main() -> int:
     """Measure and judge."""
     options = read_options(__doc__)
     scale = QUICK if options.is_quick else FULL
-    settings = {"max_num_seqs": NUM_SLOTS, "max_queue_wait_s": 36000, "max_queued_requests": 20000}
+    queue = "interactive=20000/4000000,standard=20000/4000000"
+    settings = {"max_num_seqs": NUM_SLOTS, "max_queue_wait_s": 36000, "max_queue": queue}
     with timed(options, num_replicas=1, **settings, **COARSE_STREAMS) as served:
         seen = _measure(served, scale, options)
     figures = {"scale": asdict(scale), **figures_of(seen)}

@@ -30,7 +30,7 @@ def start(arguments: argparse.Namespace) -> HttpEngine:
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "quantization": arguments.quantization,
         "enable_prefix_caching": "false",
-        "max_standard_wait_s": "none",
+        "max_wait_s": "standard=none",
     }
     stack = contextlib.ExitStack()
     served = stack.enter_context(serving(REAL, settings, arguments.profile == "throughput"))

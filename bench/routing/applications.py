@@ -29,7 +29,7 @@ INTERACTIVE = Stream(
     output=Lengths.around(40, 0.5, 8, 160),
 )
 """Requests of people, beside which other work runs; each experiment gives them phases."""
-COARSE_STREAMS: dict[str, object] = {"coalesce_interval_s": 0.5, "coalesce_tokens": 64}
+COARSE_STREAMS: dict[str, object] = {"coalesce_interval_s": 0.5, "max_stream_chunks_per_s": 25}
 """Settings for loads whose streams are not measured: few large chunks leave the CPU to the measured work."""
 
 

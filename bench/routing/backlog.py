@@ -65,10 +65,11 @@ def main() -> int:
     for scale in QUICK if options.is_quick else FULL:
         if not options.wants(scale.name):
             continue
+        room = f"{2 * scale.num_batch}/4000000"
         settings = {
             "num_replicas": 1,
             "max_num_seqs": NUM_SLOTS,
-            "max_queued_requests": 2 * scale.num_batch,
+            "max_queue": f"interactive={room},standard={room}",
         }
         with KINDS[scale.name].start(options, **settings, max_queue_wait_s=3600) as served:
             runs = _measure(served, scale, options)

@@ -19,7 +19,7 @@ from router.types import (
     RoutingPolicy,
     RoutingRequest,
 )
-from serve_app.config import HeadwayConfig
+from serve_app.process_settings import RoutingSettings
 
 
 class _PrefixBlindPolicy:
@@ -127,7 +127,7 @@ class BaselineFlow:
     policy: str
     max_queued_per_replica: int
 
-    def __call__(self, config: HeadwayConfig, table: LoadTable, observer: RouterObserver) -> FlowController:
+    def __call__(self, settings: RoutingSettings, table: LoadTable, observer: RouterObserver) -> FlowController:
         """Return the controller; `max_queued_per_replica` 0 means late binding, as in the product."""
         slots = EarlyBinding(self.max_queued_per_replica) if self.max_queued_per_replica else None
-        return FlowController(config.flow_limits(), table, POLICIES[self.policy](), observer, slots)
+        return FlowController(settings.flow, table, POLICIES[self.policy](), observer, slots)

@@ -23,9 +23,8 @@ from testkit.serving.served import Served
 MIN_REPLICAS, MAX_REPLICAS = 1, 6
 _NUM_SLOTS = 16
 _LOOK_PERIOD_S = 0.1
-_FAST_REPORTS = {"autoscale_interval_s": 0.1}
 # On two cores a replica takes half a minute to start; requests that wait for it must not be refused.
-_PATIENCE = {"max_standard_wait_s": 600.0}
+_PATIENCE = {"max_wait_s": "standard=600"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ def main() -> int:
     options = read_options(__doc__)
     scale = QUICK if options.is_quick else Scale()
     scaling: dict[str, object] = {"min_replicas": MIN_REPLICAS, "max_replicas": MAX_REPLICAS}
-    with timed(options, **scaling, **_FAST_REPORTS, **_PATIENCE, **COARSE_STREAMS, max_num_seqs=_NUM_SLOTS) as served:
+    with timed(options, **scaling, **_PATIENCE, **COARSE_STREAMS, max_num_seqs=_NUM_SLOTS) as served:
         burst, burst_seen = _observe(
             served,
             consecutive(

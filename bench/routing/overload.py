@@ -28,6 +28,7 @@ from bench.routing.applications import timed
 from bench.routing.offer import Offered, offer
 from bench.routing.report import Bar, read_options, report
 from serve_app.benchmark.rows import Outcome, Row
+from serve_app.compound_settings import BandQueues, BandWaits, QueueLimit
 
 _INTERACTIVE_TTFT_S, _STANDARD_TTFT_S = 1.0, 5.0
 TARGETS = {
@@ -74,9 +75,8 @@ def main() -> int:
         "num_replicas": 1,
         "max_num_seqs": scale.num_slots,
         "max_starvation_s": scale.max_starvation_s,
-        "max_interactive_wait_s": _WAIT_SHARE * _INTERACTIVE_TTFT_S,
-        "max_standard_wait_s": _WAIT_SHARE * _STANDARD_TTFT_S,
-        "max_queued_batch_requests": scale.max_queued_batch_requests,
+        "max_wait_s": BandWaits(_WAIT_SHARE * _INTERACTIVE_TTFT_S, _WAIT_SHARE * _STANDARD_TTFT_S),
+        "max_queue": BandQueues(batch=QueueLimit(scale.max_queued_batch_requests, 64_000_000)),
         "coalesce_interval_s": 0.1,  # clients, ingress and replica share two cores here
     }
     factors = _PEAK_FACTORS[:1] if options.is_quick else _PEAK_FACTORS

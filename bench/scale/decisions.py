@@ -50,7 +50,7 @@ from router.balancing.policy import LeastTokens
 from router.dispatch import Dispatcher
 from router.flow.flow_control import FlowController, FlowLimits, SampleGroup
 from router.flow.flow_queue import BandLimits
-from router.scaling.autoscaling import Autoscaler, AutoscalingSettings
+from router.scaling.autoscaling import Autoscaler, AutoscalingSettings, ReplicaBounds
 from router.scaling.autoscaling_loop import AutoscalingLoop, IngressLoad
 from router.scaling.ingress_reports import IngressGossip
 from router.timeline import Timeline
@@ -146,10 +146,10 @@ class ScaleWorld:
         self.flow = FlowController(limits, self.table, LeastTokens(random.Random(0)), observer)
         self.dispatcher = Dispatcher(self.client, self.flow, observer, unix_clock=self.clock)
         self.gossip = IngressGossip("ingress")
-        settings = AutoscalingSettings(min_replicas=1, max_replicas=4096, num_replicas=1)
+        settings = AutoscalingSettings()
         load = IngressLoad(self.flow.queue, self.table, self.gossip, unix_clock=self.clock)
         self.autoscaling = AutoscalingLoop(
-            Autoscaler(settings, self.clock), load, self.gossip, lambda: asyncio.sleep(0)
+            Autoscaler(settings, ReplicaBounds(1, 4096, 1), self.clock), load, self.gossip, lambda: asyncio.sleep(0)
         )
         self.http.registry.register(RouterCollector(self.flow.queue, self.table, self.autoscaling))
         self.own: dict[str, list[InFlight]] = defaultdict(list)

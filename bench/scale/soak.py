@@ -45,7 +45,7 @@ from router.balancing.policy import LeastTokens
 from router.dispatch import Dispatcher
 from router.flow.flow_control import FlowController, FlowLimits
 from router.flow.flow_queue import BandLimits
-from router.scaling.autoscaling import Autoscaler, AutoscalingSettings
+from router.scaling.autoscaling import Autoscaler, AutoscalingSettings, ReplicaBounds
 from router.scaling.autoscaling_loop import AutoscalingLoop, IngressLoad
 from router.scaling.ingress_reports import IngressGossip
 from router.types import LatencyTargets
@@ -150,9 +150,9 @@ class Soak:
         self._dispatcher = Dispatcher(self._client, self._flow, observer)
         gossip = IngressGossip("ingress")
         load = IngressLoad(self._flow.queue, table, gossip)
-        settings = AutoscalingSettings(min_replicas=1, max_replicas=4096, num_replicas=1)
+        settings = AutoscalingSettings()
         self._autoscaling = AutoscalingLoop(
-            Autoscaler(settings, time.monotonic), load, gossip, lambda: asyncio.sleep(0)
+            Autoscaler(settings, ReplicaBounds(1, 4096, 1), time.monotonic), load, gossip, lambda: asyncio.sleep(0)
         )
         self._http.registry.register(RouterCollector(self._flow.queue, table, self._autoscaling))
         self._started_s = time.monotonic()

@@ -22,32 +22,56 @@ _GROWTH_WINDOW_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class AutoscalingSettings:
-    """Bounds and speed of the change in the number of model replicas; cross-field rules raise on construction."""
+class DownscaleDelay:
+    """Delays before model replicas are given back, seconds."""
+
+    to_fewer_s: float = 60.0
+    """Time for which fewer replicas must have been enough."""
+    to_zero_s: float = 300.0
+    """Time without any request before the last replica is given back, if longer than `to_fewer_s`."""
+
+    def __post_init__(self) -> None:
+        for name, delay_s in (("to_fewer_s", self.to_fewer_s), ("to_zero_s", self.to_zero_s)):
+            if not delay_s >= 0:
+                raise ValueError(f"downscale_delay_s: {name} is {delay_s:g}; it must be at least 0")
+
+    def __str__(self) -> str:
+        return f"{self.to_fewer_s:.10g}/{self.to_zero_s:.10g}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaBounds:
+    """Bounds on the number of model replicas."""
 
     min_replicas: int
     max_replicas: int
     num_replicas: int
     """Replicas to start with."""
-    target_drain_s: float = setting(2.0, gt=0)
-    """Target for the time until all waiting work except batch work is done, seconds; replicas are added to meet it."""
-    batch_drain_s: float = setting(86_400.0, gt=0)
-    """The same target for batch work without a deadline, seconds. Batch work with a deadline is due before it."""
-    downscale_delay_s: float = setting(60.0, ge=0)
-    """Seconds for which fewer replicas must have been enough before the others are given back."""
-    scale_to_zero_delay_s: float = setting(300.0, ge=0)
-    """Seconds without any request before the last replica is given back, if longer than `downscale_delay_s`; needs
-    `min_replicas=0`."""
-    replica_tokens_per_s: float = setting(1000.0, gt=0)
-    """Assumed speed of a replica, prompt and output tokens per second, until one has been measured under load."""
 
     def __post_init__(self) -> None:
-        check_bounds(self)
         if not self.min_replicas <= self.num_replicas <= self.max_replicas:
             raise ValueError(
                 f"num_replicas ({self.num_replicas}), to start with, must be at least min_replicas "
                 f"({self.min_replicas}) and at most max_replicas ({self.max_replicas})"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscalingSettings:
+    """Speed of the change in the number of model replicas; cross-field rules raise on construction."""
+
+    target_drain_s: float = setting(2.0, gt=0)
+    """Target for the time until all waiting work except batch work is done, seconds; replicas are added to meet it."""
+    batch_drain_s: float = setting(86_400.0, gt=0)
+    """The same target for batch work without a deadline, seconds. Batch work with a deadline is due before it."""
+    downscale_delay_s: DownscaleDelay = setting(DownscaleDelay())
+    """Seconds for which fewer replicas must have been enough before the others are given back. The second number, which
+    may be omitted, is that of the last replica: seconds without any request, if longer; it needs `min_replicas=0`."""
+    replica_tokens_per_s: float = setting(1000.0, gt=0)
+    """Assumed speed of a replica, prompt and output tokens per second, until one has been measured under load."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
         if self.batch_drain_s < self.target_drain_s:
             raise ValueError(
                 f"batch_drain_s ({self.batch_drain_s:g}) must be at least target_drain_s ({self.target_drain_s:g})"
@@ -113,8 +137,8 @@ class Autoscaler:
     4. Needed for running urgent work: tokens computed per second over the last 3 s or 10 s, the larger, divided by
        0.85 of a replica's speed; and running requests, divided by 0.85 of its slots; the larger, rounded up. This keeps
        replicas and never adds any: it is limited to the present number and to the number decided last.
-    5. At least one replica is needed while any request exists, and after the last one until `scale_to_zero_delay_s`
-       have passed, the delay of 8. included.
+    5. At least one replica is needed while any request exists, and after the last one until the delay to zero has
+       passed, the delay of 8. included.
     6. Before any replica was seen, at least `num_replicas` are needed: an ingress learns from them which model is
        served.
     7. The number is kept within `min_replicas` and `max_replicas`.
@@ -123,10 +147,11 @@ class Autoscaler:
        that moment, so that a new ingress gives none back early.
     """
 
-    def __init__(self, settings: AutoscalingSettings, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: AutoscalingSettings, bounds: ReplicaBounds, clock: Callable[[], float]) -> None:
         """`clock` gives monotonic seconds."""
         self.settings = settings
-        """Settings; the owner may replace them between two decisions."""
+        self.bounds = bounds
+        """Bounds; the owner may replace them between two decisions."""
         self._clock = clock
         self._speed = settings.replica_tokens_per_s
         self._has_seen_replicas = False
@@ -160,11 +185,12 @@ class Autoscaler:
 
     def _needed(self, inputs: ScalingInputs, now: float) -> int:
         if not self._has_seen_replicas:
-            return self._bounded(max(self.settings.num_replicas, self._for_waiting(inputs, now, decided=0)))
+            return self._bounded(max(self.bounds.num_replicas, self._for_waiting(inputs, now, decided=0)))
         decided = self._needs[0][1]
         kept = min(self._for_running(inputs), inputs.num_replicas, decided)
         needed = max(self._for_waiting(inputs, now, decided), kept)
-        if now - self._busy_s <= max(0.0, self.settings.scale_to_zero_delay_s - self.settings.downscale_delay_s):
+        delay = self.settings.downscale_delay_s
+        if now - self._busy_s <= max(0.0, delay.to_zero_s - delay.to_fewer_s):
             needed = max(needed, 1)
         return self._bounded(needed)
 
@@ -196,11 +222,11 @@ class Autoscaler:
         while self._needs and self._needs[-1][1] <= needed:
             self._needs.pop()
         self._needs.append((now, needed))
-        while now - self._needs[0][0] > self.settings.downscale_delay_s:
+        while now - self._needs[0][0] > self.settings.downscale_delay_s.to_fewer_s:
             self._needs.popleft()
 
     def _bounded(self, number: int) -> int:
-        return min(self.settings.max_replicas, max(self.settings.min_replicas, number))
+        return min(self.bounds.max_replicas, max(self.bounds.min_replicas, number))
 
     def _drain_s(self, inputs: ScalingInputs) -> float | None:
         tokens = urgent_tokens(inputs.work, self.settings)

@@ -11,8 +11,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from replicas.errors import ServingError
@@ -21,7 +21,14 @@ from replicas.timing.rates import SlidingRate
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import FlowQueue
 from router.flow.usage import ServedTokens
-from router.scaling.autoscaling import Autoscaler, AutoscalingSettings, ScalingDecision, ScalingInputs, urgent_tokens
+from router.scaling.autoscaling import (
+    Autoscaler,
+    AutoscalingSettings,
+    ReplicaBounds,
+    ScalingDecision,
+    ScalingInputs,
+    urgent_tokens,
+)
 from router.scaling.ingress_reports import IngressGossip, IngressReport, PendingWork
 from router.scaling.replica_sums import ReplicaParts, ReplicaSums
 
@@ -176,19 +183,28 @@ class AutoscalingLoop:
 
     @property
     def settings(self) -> AutoscalingSettings:
-        """Present settings of the autoscaler."""
+        """Settings of the autoscaler."""
         return self._autoscaler.settings
 
-    def change_bounds(self, bounds: Mapping[str, int]) -> None:
-        """Replace the bounds on the number of replicas: `min_replicas`, `max_replicas` and `num_replicas`."""
-        self._autoscaler.settings = replace(self._autoscaler.settings, **bounds)
+    @property
+    def bounds(self) -> ReplicaBounds:
+        """Present bounds on the number of replicas."""
+        return self._autoscaler.bounds
+
+    def change_bounds(self, bounds: ReplicaBounds) -> None:
+        """Replace the bounds on the number of replicas."""
+        self._autoscaler.bounds = bounds
 
     def decide(self) -> ScalingDecision:
         """Decide anew from the present load. Later polls carry the new report of this ingress."""
         own_work = self._load.own_work(self.settings)
         decision = self._autoscaler.decide(self._load.inputs(own_work, self.settings))
         self._gossip.own = IngressReport(
-            self._gossip.ingress_id, own_work, self._load.num_waiting(), decision.desired_replicas
+            self._gossip.ingress_id,
+            own_work,
+            self._load.num_waiting(),
+            decision.desired_replicas,
+            self._gossip.keys_in_use(),
         )
         self._has_seen_replicas = self._has_seen_replicas or decision.inputs.num_replicas > 0
         return decision
@@ -211,7 +227,7 @@ class AutoscalingLoop:
 
     def _wake_if_needed(self, decision: ScalingDecision) -> None:
         is_wanted = self._load.num_waiting() > 0 or not self._has_seen_replicas
-        if decision.inputs.num_replicas or not is_wanted or self.settings.min_replicas > 0:
+        if decision.inputs.num_replicas or not is_wanted or self.bounds.min_replicas > 0:
             return
         now = self._load.now()
         if (self._waking is None or self._waking.done()) and now - self._woke_s >= _WAKE_PERIOD_S:

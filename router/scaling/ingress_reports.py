@@ -27,12 +27,14 @@ class PendingWork:
 
 @dataclass(frozen=True, slots=True)
 class IngressReport:
-    """Report of one ingress to the others: its waiting work, and the number of replicas that it asks for."""
+    """Report of one ingress to the others: its waiting work, the replicas that it asks for, and the keys in use."""
 
     ingress_id: str
     work: tuple[PendingWork, ...]
     num_requests: int
     desired_replicas: int
+    keys: frozenset[str] | None = None
+    """API keys with limits that its requests have lately used; None: it answers no clients, as a jobs worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,12 @@ class IngressGossip:
     """Load of every replica that answered the last poll."""
     peer_reports: Sequence[IngressReport] = ()
     """Reports of the other ingresses, from the answers to the last poll."""
+    keys_in_use: Callable[[], frozenset[str] | None] = lambda: None
+    """Function that returns the API keys for this ingress's next report."""
+
+    def keys_of_peers(self) -> list[frozenset[str]]:
+        """Return the API keys in use, for each other ingress that answers clients."""
+        return [report.keys for report in self.peer_reports if report.keys is not None]
 
 
 class IngressReportBoard:

@@ -13,8 +13,10 @@ import pydantic
 import typer
 import yaml
 
+from serve_app.compound_settings import as_text
 from serve_app.config import HeadwayConfig
-from serve_app.config_page import default_text, effect_of, sections
+from serve_app.config_page import default_text, effect_of, form_of, sections
+from serve_app.replaced_settings import REPLACED
 
 _RECEIVER = "fields"
 """Parameter of a command that receives the fields that were given."""
@@ -32,6 +34,7 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for name, parameter in signature.parameters.items() if name != _RECEIVER]
     options = [_option(name, title) for title, names in sections().items() for name in names]
+    options += map(_replaced_option, REPLACED)
 
     @functools.wraps(command)
     def with_fields(**values: Any) -> None:
@@ -60,6 +63,14 @@ def _option(name: str, panel: str) -> inspect.Parameter:
     )
 
 
+def _replaced_option(name: str) -> inspect.Parameter:
+    """Return the hidden option of a former setting, whose value is refused with what replaces it."""
+    option = typer.Option("--" + name.replace("_", "-"), hidden=True)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
+    )
+
+
 def _metavar(name: str) -> str | None:
     """Return the placeholder of a field's value in the help; None for flags."""
     annotation = HeadwayConfig.model_fields[name].annotation
@@ -68,6 +79,8 @@ def _metavar(name: str) -> str | None:
         return "|".join(get_args(annotation))
     if name.endswith("_bytes"):
         return "SIZE"
+    if form_of(name) is not None:
+        return form_of(name)
     return {bool: None, int: "INTEGER", float: "NUMBER"}.get(kinds[0], "TEXT")
 
 
@@ -131,12 +144,13 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
         raise ConfigError(f"{path} must map fields to values, such as `max_num_seqs: 64`")
     if "applications" in content:
         raise ConfigError(f"{path} is a config file of Ray Serve: deploy it with `serve deploy`, or give its args")
-    known = {parameter.name or "" for parameter in context.command.params}
+    known = {parameter.name or "" for parameter in context.command.params} - REPLACED.keys()
     given = {str(name).replace("-", "_"): value for name, value in content.items()}
     for name, value in given.items():
-        if name not in known:
+        if name not in known and name not in REPLACED:
             raise ConfigError(f"{path}: {unknown_field(name, known)}")
-        if isinstance(value, dict) or (isinstance(value, list) and name != "served_model_name"):
+        has_parts = name in HeadwayConfig.model_fields and form_of(name) is not None
+        if not has_parts and (isinstance(value, dict) or (isinstance(value, list) and name != "served_model_name")):
             raise ConfigError(f"{path}: {name} must have one value")
     context.default_map = {name: _as_given(name, value) for name, value in given.items()}
     return path
@@ -146,4 +160,4 @@ def _as_given(name: str, value: object) -> object:
     """Return a value of YAML as on the command line."""
     if name == "served_model_name":
         return [str(each) for each in value] if isinstance(value, list) else [str(value)]
-    return "none" if value is None else value
+    return as_text(value) if value is None or isinstance(value, dict | list) else value

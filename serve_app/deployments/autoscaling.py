@@ -18,6 +18,8 @@ from router.scaling.ingress_reports import DESIRED_REPLICAS, MAX_REPORT_AGE_S
 from serve_app.config import HeadwayConfig
 
 _MODEL_DEPLOYMENT, _INGRESS_DEPLOYMENT = "Model", "Ingress"
+_REPORT_PERIOD_S = 0.2
+"""Seconds between two reports of the desired number of replicas to Serve's controller."""
 _INGRESS_UPSCALE_DELAY_S = 3.0
 _INGRESS_DOWNSCALE_DELAY_S = 120.0
 """Time for which fewer ingresses must be enough before one is stopped: it takes its open connections with it."""
@@ -125,8 +127,8 @@ def _autoscaling_config(config: HeadwayConfig, **fields: Any) -> AutoscalingConf
         # Serve warns that environment variables, which apply to all applications, will replace `metrics_interval_s`.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
-            metrics_interval_s=config.autoscale_interval_s,
-            look_back_period_s=2 * config.autoscale_interval_s,
+            metrics_interval_s=_REPORT_PERIOD_S,
+            look_back_period_s=2 * _REPORT_PERIOD_S,
             downscale_to_zero_delay_s=0.0,
             **fields,
         )

@@ -11,15 +11,14 @@ from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
 from replicas.timing.clock import Clock
+from router.scaling.autoscaling import ReplicaBounds
 from router.scaling.ingress_load import INGRESS_LOAD, IngressLoadMeter
-from serve_app.config import HeadwayConfig
 from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import (
     MakeFlow,
     Routing,
     log_through_serve,
     this_replica_id,
-    with_local_model,
     without_collection,
 )
 from serve_app.http.gate import Gate
@@ -27,13 +26,18 @@ from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.client import ServeJobs
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.usage import UsageLedger, UsageReporter
+from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
-from serve_app.keys.key_exchange import KeyUseExchange
 from serve_app.keys.rate_limits import KeyLimiter
+from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.http import HttpMetrics
 from serve_app.process import return_freed_memory, share_gil
+from serve_app.process_settings import IngressProcess
 from serve_app.tracing.tracer import Tracer
 
+_TARGET_STREAMS = 200
+"""Requests that one ingress should answer at once; more ingresses start above it, if their number follows their load.
+"""
 _FIRST_REPLICA_LIMIT_S = 30.0
 """Longest wait of a new ingress for the first replica that it hears of, seconds. It is shorter than a model takes to
 load: at the first start, when there is none, the ingress answers that the model loads."""
@@ -43,31 +47,31 @@ class Ingress:
     """Serve deployment around the HTTP application, which is created in the replica's process."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: HeadwayConfig, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any], make_flow: MakeFlow
+        self, settings: IngressProcess, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
         listen_on_loopback()
         return_freed_memory()
-        config = await asyncio.to_thread(with_local_model, config)
-        self._config = config
+        settings = settings.with_model(await asyncio.to_thread(local_checkpoint, settings.model_path))
+        self._settings = settings
         self._gate = Gate()
-        self._tracer = Tracer(config.tracing_settings(), "headway-ingress", this_replica_id())
-        self._metrics = HttpMetrics(config.model_name)
-        self._routing = Routing(config, model, self._metrics.registry, make_flow)
+        self._tracer = Tracer(settings.http.tracing, "headway-ingress", this_replica_id())
+        self._metrics = HttpMetrics(settings.http.served_model_name)
+        self._routing = Routing(settings.routing, model, self._metrics.registry, make_flow)
         self._jobs = JobsAccess(
             ServeJobs(jobs),
-            FsspecStore(config.jobs_files_url),
-            WebhookGuard(config.allowed_webhook_hosts(), SystemResolver()),
-            config.jobs_settings(),
+            FsspecStore(settings.files_url),
+            WebhookGuard(AllowedHosts.parse(settings.webhook_allowed_hosts), SystemResolver()),
+            settings.jobs,
         )
         clock = Clock()
         self._load = IngressLoadMeter(
-            config.ingress_target_streams, lambda: self._gate.num_inside, clock.monotonic, time.process_time
+            _TARGET_STREAMS, lambda: self._gate.num_inside, clock.monotonic, time.process_time
         )
         self._ledger = UsageLedger(clock)
         self._reporter = UsageReporter(self._ledger, self._jobs.service.report_usage)
-        self._limiter = KeyLimiter(clock.monotonic)
-        self._key_use = KeyUseExchange(self._limiter, this_replica_id(), self._routing.exchange_key_use)
+        self._limiter = KeyLimiter(clock.monotonic, self._routing.gossip.keys_of_peers)
+        self._routing.gossip.keys_in_use = self._limiter.keys_in_use
         self._loops = asyncio.create_task(self._run())
 
     async def __del__(self) -> None:
@@ -82,15 +86,13 @@ class Ingress:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._routing.run())
             tasks.create_task(self._reporter.run())
-            if self._config.ingress_settings().api_key_file is not None:
-                tasks.create_task(self._key_use.run())
 
     async def reconfigure(self, bounds: dict[str, int]) -> None:
         """Set the bounds on the number of model replicas; Serve calls it at the start and after each change.
 
         The ingress is not ready before it ends: at the start it waits for the first replica that it hears of.
         """
-        self._routing.change_bounds(bounds)
+        self._routing.change_bounds(ReplicaBounds(**bounds))
         if bounds["min_replicas"] > 0:
             await self._routing.await_replica(_FIRST_REPLICA_LIMIT_S)
 
@@ -116,12 +118,12 @@ class Ingress:
             from serve_app.ingress import Backends, create_api  # imports transformers, which takes a second
 
             api = create_api(
-                self._config.ingress_settings(),
+                self._settings.http,
                 Backends(
                     self._routing.dispatcher,
                     self._routing.autoscaling,
                     self._jobs,
-                    self._config.latency_targets(),
+                    self._settings.routing.targets,
                     self._ledger,
                     self._limiter,
                 ),

@@ -15,20 +15,22 @@ from ray.serve.handle import DeploymentHandle
 
 from replicas.protocol import Metric
 from replicas.timing.clock import Clock
-from serve_app.config import HeadwayConfig
+from router.scaling.autoscaling import ReplicaBounds
 from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import (
     MakeFlow,
     Routing,
     log_through_serve,
     this_replica_id,
-    with_local_model,
     without_collection,
 )
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answers_service_calls
+from serve_app.jobs.webhooks.addresses import AllowedHosts
+from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, export_forever, jobs_exporter
 from serve_app.process import return_freed_memory
+from serve_app.process_settings import JobsProcess
 from serve_app.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
@@ -45,19 +47,19 @@ class Jobs:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: HeadwayConfig, model: DeploymentHandle[Any], make_flow: MakeFlow
+        self, settings: JobsProcess, model: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
         listen_on_loopback()
-        config = await asyncio.to_thread(with_local_model, config)
+        settings = settings.with_model(await asyncio.to_thread(local_checkpoint, settings.model_path))
         # The threads that check files and write to the database compute for long stretches. With Python's default of
         # 5 ms the event loop, which answers submissions, would wait that long for the GIL each time.
         sys.setswitchinterval(0.0005)
         with without_collection():
-            await self._start(config, model, make_flow)
+            await self._start(settings, model, make_flow)
         return_freed_memory()
 
-    async def _start(self, config: HeadwayConfig, model: DeploymentHandle[Any], make_flow: MakeFlow) -> None:
+    async def _start(self, settings: JobsProcess, model: DeploymentHandle[Any], make_flow: MakeFlow) -> None:
         from serve_app.jobs.execution.planning import LineCapacity
         from serve_app.jobs.execution.throughput import BacklogView
         from serve_app.jobs.files.store import FsspecStore, make_directory
@@ -66,30 +68,30 @@ class Jobs:
         from serve_app.jobs.usage import UsageLedger, UsageReporter
 
         self._registry = CollectorRegistry()
-        self._tracer = Tracer(config.tracing_settings(), "headway-jobs", this_replica_id())
+        self._tracer = Tracer(settings.tracing, "headway-jobs", this_replica_id())
         clock = Clock()
         backlog = BacklogView(clock)
-        self._routing = Routing(config, model, self._registry, make_flow, backlog)
-        await asyncio.to_thread(make_directory, Path(config.data_dir))
-        database = Database(config.jobs_database_url)
-        files = FsspecStore(config.jobs_files_url)
-        context = JobsContext(database, files, config.jobs_settings(), clock)
+        self._routing = Routing(settings.routing, model, self._registry, make_flow, backlog)
+        await asyncio.to_thread(make_directory, Path(settings.data_dir))
+        database = Database(settings.database_url)
+        files = FsspecStore(settings.files_url)
+        context = JobsContext(database, files, settings.jobs, clock)
         ledger = UsageLedger(clock)
         self._runtime = JobsRuntime(
             context,
-            await self._line_runner(config, clock, ledger),
+            await self._line_runner(settings, clock, ledger),
             LineCapacity(self._routing.dispatcher.load, self._routing.queue),
             backlog,
         )
         self.service = self._runtime.service
-        self._webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, self._tracer)
+        self._webhooks = await asyncio.to_thread(_webhook_sender, settings, self._runtime.outbox, self._tracer)
         self._reporter = UsageReporter(ledger, self.service.report_usage)
-        export = jobs_exporter(config.model_name, self._own_metrics, Instruments.of_serve())
+        export = jobs_exporter(settings.jobs.model_name, self._own_metrics, Instruments.of_serve())
         exporting = export_forever(export)
         loops = (self._routing.run(), self._webhooks.run(), files.keep_clean(), self._reporter.run(), exporting)
         await self._runtime.start(*loops)
 
-    async def _line_runner(self, config: HeadwayConfig, clock: Clock, ledger: "UsageLedger") -> "LineRunner":
+    async def _line_runner(self, settings: JobsProcess, clock: Clock, ledger: "UsageLedger") -> "LineRunner":
         from serve_app.jobs.execution.line_runner import LineRunner
         from serve_app.monitoring.families import CountsCollector
         from serve_app.monitoring.http import OutputMetrics
@@ -97,13 +99,13 @@ class Jobs:
         from serve_app.openai.service import CompletionService, KnownModel, ModelText
         from serve_app.openai.tokenize.worker_threads import WorkerThreads
 
-        settings, dispatcher = config.ingress_settings(), self._routing.dispatcher
-        workers = WorkerThreads(settings.num_tokenizer_threads, limits=settings.work_limits)
-        text = await asyncio.to_thread(ModelText.load, config.model_path, workers, settings.tool_call_parser)
-        defaults = await asyncio.to_thread(SamplingDefaults.load, config.model_path, settings.limits.generation_config)
-        known = KnownModel(config.model_names, dispatcher, clock.monotonic, defaults)
+        lines, dispatcher = settings.lines, self._routing.dispatcher
+        workers = WorkerThreads(lines.num_tokenizer_threads, limits=lines.work_limits)
+        text = await asyncio.to_thread(ModelText.load, lines.model, workers, lines.tool_call_parser)
+        defaults = await asyncio.to_thread(SamplingDefaults.load, lines.model, lines.limits.generation_config)
+        known = KnownModel(settings.jobs.model_names, dispatcher, clock.monotonic, defaults)
         self._registry.register(CountsCollector(text.grammars.metrics))
-        service = CompletionService(dispatcher, known, text, settings.limits, random.Random(), ledger)
+        service = CompletionService(dispatcher, known, text, lines.limits, random.Random(), ledger)
         metrics = OutputMetrics(self._registry, known.name)
         return LineRunner(service, metrics, random.Random(), clock, self._tracer)
 
@@ -125,7 +127,7 @@ class Jobs:
         """
         bounds = dict(numbers)
         self._num_workers = bounds.pop("num_jobs_workers")
-        self._routing.change_bounds(bounds)
+        self._routing.change_bounds(ReplicaBounds(**bounds))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this process's report for `application_autoscaling_policy`; Serve calls it."""
@@ -144,13 +146,13 @@ class Jobs:
             await asyncio.to_thread(self._tracer.close)
 
 
-def _webhook_sender(config: HeadwayConfig, outbox: "Outbox", tracer: Tracer) -> "WebhookSender":
+def _webhook_sender(settings: JobsProcess, outbox: "Outbox", tracer: Tracer) -> "WebhookSender":
     from serve_app.jobs.webhooks.client import WebhookClient
     from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
     from serve_app.jobs.webhooks.sender import WebhookSender
     from serve_app.jobs.webhooks.signing import WebhookSigner, load_or_create_secret
 
-    secret = config.webhook_secret or load_or_create_secret(Path(config.data_dir) / "webhook_secret")
-    guard = WebhookGuard(config.allowed_webhook_hosts(), SystemResolver())
+    secret = settings.webhook_secret or load_or_create_secret(Path(settings.data_dir) / "webhook_secret")
+    guard = WebhookGuard(AllowedHosts.parse(settings.webhook_allowed_hosts), SystemResolver())
     client = WebhookClient(WebhookSigner(secret), guard, tracer=tracer)
     return WebhookSender(outbox, client.post, random.Random(), Clock())

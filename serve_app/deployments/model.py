@@ -25,12 +25,11 @@ from router.scaling.ingress_reports import (
     IngressReportBoard,
     PollReply,
 )
-from serve_app.config import HeadwayConfig
 from serve_app.deployments.loopback import listen_on_loopback
-from serve_app.deployments.process import log_through_serve, with_local_model, without_collection
-from serve_app.keys.key_exchange import KeyUseBoard
-from serve_app.keys.rate_limits import KeyUseReport
+from serve_app.deployments.process import log_through_serve, without_collection
+from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, engine_exporter, export_forever
+from serve_app.process_settings import ModelProcess
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
@@ -40,21 +39,20 @@ class Model:
     """Serve deployment around one engine with its model."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: HeadwayConfig, load_backend: "LoadBackend | None" = None
+        self, settings: ModelProcess, load_backend: "LoadBackend | None" = None
     ) -> None:
         with without_collection():
             from replicas import model_replica  # imports torch, which takes seconds and only a model replica needs
 
         log_through_serve()
         listen_on_loopback()
-        config = await asyncio.to_thread(with_local_model, config)
+        settings = settings.with_model(await asyncio.to_thread(local_checkpoint, settings.model_path))
         self._board = IngressReportBoard(time.monotonic)
-        self._ingresses = IngressLiveness(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)
-        self._key_use = KeyUseBoard(time.monotonic)
+        self._ingresses = IngressLiveness(max(MAX_REPORT_AGE_S, 3 * settings.load_poll_period_s), time.monotonic)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         replica = await asyncio.to_thread(
             model_replica.ModelReplica,
-            config.replica_options().with_gpus(config.num_gpus_per_replica or 0.0),
+            settings.replica,
             self._replica_id,
             ray.get_runtime_context().get_node_id(),
             load_backend or model_replica.load_torch_backend,
@@ -63,7 +61,7 @@ class Model:
         self._engine = replica.start()
         self._channels = ReplicaChannels(self._replica_id, self._engine, self._ingresses.is_lost)
         self._exporting = asyncio.create_task(
-            export_forever(engine_exporter(config.model_name, self._engine.metrics, Instruments.of_serve()))
+            export_forever(engine_exporter(settings.model_name, self._engine.metrics, Instruments.of_serve()))
         )
         gc.collect()
         gc.freeze()
@@ -128,10 +126,6 @@ class Model:
         with contextlib.suppress(EngineDead):  # A dead engine reports that it takes no requests.
             self._engine.check_alive()
         return PollReply(self._engine.stats(), self._board.publish(report))
-
-    async def exchange_key_use(self, report: KeyUseReport, ranking: Sequence[str] = ()) -> tuple[KeyUseReport, ...]:
-        """Keep an ingress's use of API keys; return that of the other ingresses. `ranking` is for `RankedRouter`."""
-        return self._key_use.publish(report)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's report for `deployment_autoscaling_policy`; Serve calls it."""

@@ -8,7 +8,7 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -20,29 +20,29 @@ from router.balancing.load_table import LoadTable
 from router.balancing.policy import PREFIX_INDEX_BLOCKS, LeastTokens, PrefixIndex
 from router.dispatch import Dispatcher
 from router.flow.flow_control import FlowController
-from router.scaling.autoscaling import Autoscaler
+from router.scaling.autoscaling import Autoscaler, ReplicaBounds
 from router.scaling.autoscaling_loop import AutoscalingLoop, BacklogSource, IngressLoad
 from router.scaling.ingress_reports import DESIRED_REPLICAS, IngressGossip
 from router.serve_router import ServeReplicaClient
 from router.types import RouterObserver
-from serve_app.config import HeadwayConfig
-from serve_app.keys.rate_limits import KeyUseReport
-from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, export_forever, registry_exporter
 from serve_app.monitoring.router import RouterCollector, RouterMetrics
+from serve_app.process_settings import RoutingSettings
 
 _CARD_PERIOD_S = 0.2
 _OBJECTS_PER_COLLECTION = 10_000
 """New objects between two garbage collections, instead of Python's 700. A collection of so many takes about 0.2 ms."""
+_FIRST_BOUNDS = ReplicaBounds(min_replicas=1, max_replicas=1, num_replicas=1)
+"""Bounds on the number of model replicas until `reconfigure`, which Serve calls right after the constructor."""
 _REQUEST_LOGGERS = ("serve_app.http.exchange", "serve_app.http.exchange_middleware")
-MakeFlow = Callable[[HeadwayConfig, LoadTable, RouterObserver], FlowController]
+MakeFlow = Callable[[RoutingSettings, LoadTable, RouterObserver], FlowController]
 """Factory of an ingress's flow control, called in the ingress's process."""
 
 
-def late_binding_flow(config: HeadwayConfig, table: LoadTable, observer: RouterObserver) -> FlowController:
+def late_binding_flow(settings: RoutingSettings, table: LoadTable, observer: RouterObserver) -> FlowController:
     """Return the default flow control: late binding to the replica with the least outstanding tokens."""
-    max_blocks = PREFIX_INDEX_BLOCKS if config.engine_limits().enable_prefix_caching else 0
-    return FlowController(config.flow_limits(), table, LeastTokens(random.Random(), PrefixIndex(max_blocks)), observer)
+    max_blocks = PREFIX_INDEX_BLOCKS if settings.has_prefix_cache else 0
+    return FlowController(settings.flow, table, LeastTokens(random.Random(), PrefixIndex(max_blocks)), observer)
 
 
 class Routing:
@@ -50,7 +50,7 @@ class Routing:
 
     def __init__(
         self,
-        config: HeadwayConfig,
+        settings: RoutingSettings,
         model: DeploymentHandle[Any],
         registry: CollectorRegistry,
         make_flow: MakeFlow,
@@ -60,18 +60,18 @@ class Routing:
 
         `backlog_source` counts work that is not yet in flow control; None: there is none.
         """
-        observer = RouterMetrics(registry, config.latency_targets())
-        gossip = IngressGossip(this_replica_id())
+        observer = RouterMetrics(registry, settings.targets)
+        self.gossip = gossip = IngressGossip(this_replica_id())
         table = LoadTable(time.monotonic, gossip.ingress_id)
-        flow = make_flow(config, table, observer)
+        flow = make_flow(settings, table, observer)
         self.queue = flow.queue
         self._client = client = ServeReplicaClient(model, gossip)
-        self.dispatcher = Dispatcher(client, flow, observer, config.watch_settings())
-        autoscaler = Autoscaler(config.autoscaling_settings(), time.monotonic)
+        self.dispatcher = Dispatcher(client, flow, observer, settings.watch)
+        autoscaler = Autoscaler(settings.autoscaling, _FIRST_BOUNDS, time.monotonic)
         load = IngressLoad(self.queue, table, gossip, backlog_source)
         self.autoscaling = AutoscalingLoop(autoscaler, load, gossip, client.wake)
         registry.register(RouterCollector(self.queue, table, self.autoscaling))
-        self._export = registry_exporter(config.model_name, registry, Instruments.of_serve())
+        self._export = registry_exporter(settings.model_name, registry, Instruments.of_serve())
 
     async def run(self) -> None:
         """Poll the replicas' load, update the autoscaling decision and export metrics to Ray until cancelled."""
@@ -83,15 +83,6 @@ class Routing:
     def close(self) -> None:
         """Close the idle channels to the replicas, so that no replica waits for this process to stop."""
         self._client.close()
-
-    async def exchange_key_use(self, report: KeyUseReport) -> Sequence[KeyUseReport]:
-        """Tell the other ingresses this one's use of API keys; return theirs.
-
-        Raises:
-            ServingError: no model replica answers.
-        """
-        reports: Sequence[KeyUseReport] = await self._client.exchange_key_use(report)
-        return reports
 
     async def await_replica(self, limit_s: float) -> None:
         """Return once a model replica has told its card, or after `limit_s`.
@@ -110,7 +101,7 @@ class Routing:
             return True
         return False
 
-    def change_bounds(self, bounds: dict[str, int]) -> None:
+    def change_bounds(self, bounds: ReplicaBounds) -> None:
         """Replace the bounds on the number of model replicas."""
         self.autoscaling.change_bounds(bounds)
 
@@ -126,13 +117,13 @@ def this_replica_id() -> str:
 
 
 def log_through_serve() -> None:
-    """Give the application's loggers Serve's handlers, so that their lines are JSON and carry the request id.
+    """Give the loggers of the application and of its exporter of spans Serve's handlers.
 
-    The lines of requests go to Serve's log files alone: Ray carries what a process prints to the driver's terminal,
-    which costs more than many a request.
+    So their lines are JSON and carry the request id. The lines of requests go to Serve's log files alone: Ray
+    carries what a process prints to the driver's terminal, which costs more than many a request.
     """
     serve_logger = logging.getLogger("ray.serve")
-    for package in ("serve_app", "router", "replicas"):
+    for package in ("serve_app", "router", "replicas", "opentelemetry.exporter"):
         logger = logging.getLogger(package)
         logger.handlers = serve_logger.handlers
         logger.setLevel(serve_logger.level)
@@ -144,19 +135,6 @@ def log_through_serve() -> None:
 
 def _prints(handler: logging.Handler) -> bool:
     return isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler)
-
-
-def with_local_model(config: HeadwayConfig) -> HeadwayConfig:
-    """Return the configuration with a model that this node can load: a GGUF file is converted, once for the node.
-
-    Raises:
-        ModelLoadError: the file cannot be converted.
-    """
-    if config.model is None:
-        return config
-    return config.model_copy(
-        update={"model": local_checkpoint(config.model), "served_model_name": ",".join(config.model_names)}
-    )
 
 
 @contextlib.contextmanager

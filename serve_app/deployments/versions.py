@@ -7,23 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from pydantic_core import to_json
 from ray import serve
 
-from serve_app.config import HeadwayConfig
+from serve_app.process_settings import IngressProcess, JobsProcess, ModelProcess
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("serve_app", "router", "replicas")
 
 
-def own_version(config: HeadwayConfig) -> str:
-    """Return a version that changes with a deployment's configuration, the code and the runtime environment."""
+def own_version(settings: ModelProcess | IngressProcess | JobsProcess) -> str:
+    """Return a version that changes with the settings of a process, the code and the runtime environment."""
     digest = hashlib.blake2b(digest_size=16)
     for package in _PACKAGES:
         for source in sorted((_ROOT / package).rglob("*.py")):
             digest.update(source.read_bytes())
     if ray.is_initialized():
         digest.update(repr(sorted(ray.get_runtime_context().runtime_env.items(), key=str)).encode())
-    digest.update(config.model_dump_json().encode())
+    digest.update(to_json(settings))
     return digest.hexdigest()
 
 

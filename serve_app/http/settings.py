@@ -11,6 +11,8 @@ from serve_app.openai.tokenize.work_queue import WorkLimits
 from serve_app.openai.tools.families import family_named
 from serve_app.tracing.settings import TracingSettings
 
+_QUEUED_BODIES = 32
+"""Bodies of the largest size, whose bytes a band's bodies and texts may have that wait for a thread."""
 _LOOPBACK = "loopback"
 _LOOPBACK_ORIGIN = r"https?://(([a-z0-9-]+\.)*localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[a-z0-9._~%:\[\]-]+")
@@ -80,12 +82,10 @@ class IngressSettings:
     """Threads of an ingress that parse large bodies, render chat templates and tokenize. Work beyond them waits, in
     order of bands and fair between tenants. Bands below `interactive` leave one of several threads free for it. For
     each of the others there may be a process at low priority, which does the work of these bands from 16 KiB."""
-    max_queued_preparations: int = setting(1024, ge=1)
+    max_queued_preparations: int = 1024
     """Most bodies and texts of a band that wait for these threads in an ingress; then 429."""
-    max_queued_preparation_bytes: int = setting(256 * 2**20, gt=0)
-    """Most bytes of a band's bodies and texts that wait for these threads in an ingress; then 429."""
     max_tenant_share: float = 1.0
-    """Most of both that one tenant may fill, as a share."""
+    """Most of these bodies and texts, and of their bytes, that one tenant may fill, as a share."""
     tool_call_parser: str | None = setting(None)
     """Family of the chat template, which decides the form of tool calls and reasoning: a name in docs/tools.md, such as
     hermes or llama3_json, as vLLM has them. None: the family is found from the template."""
@@ -95,12 +95,12 @@ class IngressSettings:
     keep_alive_s: float = setting(10.0, gt=0)
     """Longest silence on a stream, seconds; then a comment is sent. Half a client's read time-out replaces a longer
     silence, but no less than half a second."""
-    stall_timeout_s: float = setting(60.0, gt=0)
+    stall_timeout_s: float = 60.0
     """Seconds without a report after which a replica with running or waiting sequences counts as stalled."""
     slow_request_s: float | None = setting(60.0, gt=0)
     """Duration from which the log names a completion as slow, with the part of its time that took longest, seconds.
     None: it names none."""
-    access_log_socket: str | None = setting(None)
+    access_log_socket: str | None = None
     """Unix socket that gets one line of JSON for each finished request. `headway serve` sets it and prints the lines.
     None: the lines are only in the log files of Ray Serve."""
     server_sets_request_id: bool = False
@@ -109,8 +109,9 @@ class IngressSettings:
 
     @property
     def work_limits(self) -> WorkLimits:
-        """Limits of the work that waits for the threads."""
-        return WorkLimits(self.max_queued_preparations, self.max_queued_preparation_bytes, self.max_tenant_share)
+        """Limits of the work that waits for the threads: of each band as many bytes as a few of the largest bodies."""
+        max_bytes = _QUEUED_BODIES * self.max_body_bytes
+        return WorkLimits(self.max_queued_preparations, max_bytes, self.max_tenant_share)
 
     @property
     def model_names(self) -> tuple[str, ...]:

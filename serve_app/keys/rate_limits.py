@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice, takewhile
 
 from replicas.errors import Overloaded
 
 _MINUTE_S = 60.0
-MAX_PEER_AGE_S = 10.0
-"""Age at which the last report of another ingress is forgotten, seconds."""
-_REPORTED_S = 2 * _MINUTE_S
-"""Time since its last use for which a key is reported to the other ingresses, seconds."""
+_IN_USE_S = 10.0
+"""Time since its last use for which an ingress uses a key, seconds."""
+_BURST = 0.7
+"""Part of a minute's amount that all ingresses together give at once, where there are several."""
 _MAX_REPORTED, _MAX_USES = 1000, 10_000
 
 
@@ -61,60 +61,57 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyTotals:
-    """Use of one API key in one ingress, and what is left of its limits as far as that ingress knows."""
+class KeyShare:
+    """Share of one ingress in the limits of a key."""
 
-    key_id: str
-    num_requests: int
-    """Requests that the ingress has accepted since it first used the key; the total never falls."""
-    num_tokens: int
-    """Tokens that it has charged since then."""
-    requests_left: float | None
-    """Level of its bucket of requests, below 0 if too many were used; None: requests have no limit."""
-    tokens_left: float | None
-    """Level of its bucket of tokens."""
+    num_ingresses: int = 1
+    """Ingresses of the application."""
+    num_using: int = 1
+    """Ingresses that have lately answered requests with the key, this one included."""
+
+    @property
+    def of_rate(self) -> float:
+        """Part of the key's rate."""
+        return 1.0 / self.num_using
+
+    @property
+    def of_burst(self) -> float:
+        """Part of a minute's amount that may be used at once."""
+        return 1.0 if self.num_ingresses == 1 else _BURST / self.num_ingresses
 
 
-@dataclass(frozen=True, slots=True)
-class KeyUseReport:
-    """Report of one ingress to the others: the use of the keys that it has lately served.
-
-    The totals stay bytes until an ingress reads them, so a replica hands them on cheaply. The bytes are those of a list
-    of rows: pickling calls Python for each object of our classes.
-    """
-
-    ingress_id: str
-    number: int
-    """Number of the report among those of its ingress."""
-    packed: bytes
-    """Totals, pickled."""
-
-    @classmethod
-    def of(cls, ingress_id: str, number: int, totals: Iterable[KeyTotals]) -> KeyUseReport:
-        """Return the report with these totals."""
-        rows = [
-            (each.key_id, each.num_requests, each.num_tokens, each.requests_left, each.tokens_left) for each in totals
-        ]
-        return cls(ingress_id, number, pickle.dumps(rows, pickle.HIGHEST_PROTOCOL))
-
-    def totals(self) -> list[KeyTotals]:
-        """Return the totals."""
-        return [KeyTotals(*row) for row in pickle.loads(self.packed)]
+WHOLE = KeyShare()
+"""Share of an only ingress."""
 
 
 class TokenBucket:
-    """Token bucket that fills evenly, a minute's amount in a minute, up to that amount.
+    """Token bucket that fills evenly, its share of a minute's amount in a minute, up to its share of a burst.
 
-    Its level may fall below zero: output tokens are taken when a request ends, and its number is not known before, and
-    other ingresses' use is taken when they report it. The bucket then first makes up for them.
+    Its level may fall below zero: output tokens are taken when a request ends, and their number is not known before.
+    The bucket then first makes up for them.
 
-    Invariant: the level never exceeds `per_minute`.
+    Invariant: the level never exceeds the share of a burst, which is at least one unit.
     """
 
-    def __init__(self, per_minute: int, now_s: float) -> None:
+    def __init__(self, per_minute: int, now_s: float, share: KeyShare = WHOLE) -> None:
         self._per_minute = per_minute
-        self._level = float(per_minute)
+        self._share = share
+        self._level = self._capacity
         self._filled_s = now_s
+
+    @property
+    def _capacity(self) -> float:
+        return max(1.0, self._share.of_burst * self._per_minute)
+
+    @property
+    def _per_s(self) -> float:
+        return self._share.of_rate * self._per_minute / _MINUTE_S
+
+    def share(self, share: KeyShare, now_s: float) -> None:
+        """Change the share from now on."""
+        self._fill(now_s)
+        self._share = share
+        self._level = min(self._level, self._capacity)
 
     def take(self, amount: int, now_s: float) -> None:
         """Take an amount, whether the bucket has it or not."""
@@ -126,46 +123,20 @@ class TokenBucket:
         self._fill(now_s)
         return self._level
 
-    def take_from_peer(self, total: int, known_total: int | None, peer_level: float | None, now_s: float) -> None:
-        """Take what another ingress has used since its last report: `total` less `known_total`.
-
-        `known_total` is None if the last report is not known. Then a total that `peer_level` explains is recent use.
-        Otherwise the bucket falls to `peer_level`, if that is lower: most of the use has been filled up since. If the
-        last report was forgotten, recent use may be taken a second time, about a minute's amount at most.
-        """
-        self._fill(now_s)
-        if known_total is not None:
-            # A total falls if the other ingress had forgotten the key.
-            self._level -= total - known_total if total >= known_total else total
-        elif peer_level is not None:
-            is_recent = self._is_recent(total, peer_level)
-            self._level = self._level - total if is_recent else min(self._level, peer_level)
-
-    def begin_beside(self, peers: Iterable[tuple[int, float | None]], now_s: float) -> None:
-        """Leave at most what other ingresses know to be left; they are given by their totals and levels."""
-        known = [(total, level) for total, level in peers if level is not None]
-        num_recent = sum(total for total, level in known if self._is_recent(total, level))
-        self._fill(now_s)
-        self._level = min([self._level - num_recent, *(level for _, level in known)])
-
     def wait_s(self, now_s: float) -> float:
         """Return the seconds until the bucket has one unit; 0: it has one."""
         self._fill(now_s)
-        return max(0.0, (1.0 - self._level) * _MINUTE_S / self._per_minute)
+        return max(0.0, (1.0 - self._level) / self._per_s)
 
     def allowance(self, now_s: float) -> Allowance:
         """Return what is left."""
         self._fill(now_s)
-        reset_s = (self._per_minute - self._level) * _MINUTE_S / self._per_minute
+        reset_s = (self._capacity - self._level) / self._per_s
         return Allowance(self._per_minute, max(0, math.floor(self._level + 1e-9)), reset_s)
 
-    def _is_recent(self, total: int, level: float) -> bool:
-        """Return True if all use may have been taken from the level, so that none has been filled up since."""
-        return total <= self._per_minute - level + 1
-
     def _fill(self, now_s: float) -> None:
-        filled = (now_s - self._filled_s) * self._per_minute / _MINUTE_S
-        self._level = min(float(self._per_minute), self._level + max(0.0, filled))
+        filled = (now_s - self._filled_s) * self._per_s
+        self._level = min(self._capacity, self._level + max(0.0, filled))
         self._filled_s = now_s
 
 
@@ -176,18 +147,16 @@ class KeyUse:
     requests.
     """
 
-    def __init__(self, limits: KeyLimits, monotonic: Callable[[], float]) -> None:
+    def __init__(self, limits: KeyLimits, monotonic: Callable[[], float], share: KeyShare = WHOLE) -> None:
         self.limits = limits
         self.num_running = 0
         self.used_s = monotonic()
-        """Time of the last request or charge."""
-        self._num_requests = 0
-        self._num_tokens = 0
+        """Time of the last request, accepted or not, or of the last charge."""
         self._monotonic = monotonic
         now_s = monotonic()
         requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
-        self._requests = None if requests is None else TokenBucket(requests, now_s)
-        self._tokens = None if tokens is None else TokenBucket(tokens, now_s)
+        self._requests = None if requests is None else TokenBucket(requests, now_s, share)
+        self._tokens = None if tokens is None else TokenBucket(tokens, now_s, share)
 
     def begin(self) -> None:
         """Count a request that begins.
@@ -196,6 +165,7 @@ class KeyUse:
             Overloaded: a limit of the key is reached; the request counts as open until its `end`, and as no more.
         """
         limit = self.limits.max_concurrent_requests
+        self.used_s = self._monotonic()  # Also if it is refused: the key is in use here.
         self.num_running += 1
         if limit is not None and self.num_running > limit:
             num_others = self.num_running - 1
@@ -203,17 +173,20 @@ class KeyUse:
             raise Overloaded(message, 1.0, "key_max_concurrent_requests", "rate_limit_exceeded")
         self._check("requests_per_minute", self._requests)
         self._check("tokens_per_minute", self._tokens)
-        self._num_requests += 1
-        self.used_s = self._monotonic()
         if self._requests is not None:
             self._requests.take(1, self.used_s)
 
     def charge(self, num_tokens: int) -> None:
         """Count tokens of a request that has begun."""
-        self._num_tokens += num_tokens
         self.used_s = self._monotonic()
         if self._tokens is not None:
             self._tokens.take(num_tokens, self.used_s)
+
+    def share(self, share: KeyShare) -> None:
+        """Change this ingress's share in the limits."""
+        for bucket in (self._requests, self._tokens):
+            if bucket is not None:
+                bucket.share(share, self._monotonic())
 
     def end(self) -> None:
         """Note that a request has ended."""
@@ -227,35 +200,6 @@ class KeyUse:
         """Return the tokens that are left; None: they have no limit."""
         return None if self._tokens is None else self._tokens.allowance(self._monotonic())
 
-    def totals(self, key_id: str) -> KeyTotals:
-        """Return the use here, for the other ingresses."""
-        requests, tokens, now_s = self._requests, self._tokens, self._monotonic()
-        return KeyTotals(
-            key_id,
-            self._num_requests,
-            self._num_tokens,
-            None if requests is None else requests.level(now_s),
-            None if tokens is None else tokens.level(now_s),
-        )
-
-    def take_in(self, totals: KeyTotals, known: KeyTotals | None) -> None:
-        """Take another ingress's use from the buckets; `known`: its last report, None without one."""
-        now_s = self._monotonic()
-        if self._requests is not None:
-            before = None if known is None else known.num_requests
-            self._requests.take_from_peer(totals.num_requests, before, totals.requests_left, now_s)
-        if self._tokens is not None:
-            before = None if known is None else known.num_tokens
-            self._tokens.take_from_peer(totals.num_tokens, before, totals.tokens_left, now_s)
-
-    def begin_beside(self, peers: Sequence[KeyTotals]) -> None:
-        """Leave at most what other ingresses know to be left, of a key that has not been used here."""
-        now_s = self._monotonic()
-        if self._requests is not None:
-            self._requests.begin_beside([(peer.num_requests, peer.requests_left) for peer in peers], now_s)
-        if self._tokens is not None:
-            self._tokens.begin_beside([(peer.num_tokens, peer.tokens_left) for peer in peers], now_s)
-
     def _check(self, name: str, bucket: TokenBucket | None) -> None:
         wait_s = 0.0 if bucket is None else bucket.wait_s(self._monotonic())
         if wait_s > 0:
@@ -264,23 +208,19 @@ class KeyUse:
             raise Overloaded(message, wait_s, f"key_{name}", "rate_limit_exceeded")
 
 
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    """Last report of another ingress."""
-
-    received_s: float
-    number: int
-    totals: Mapping[str, KeyTotals]
+Peers = Callable[[], Sequence[frozenset[str]]]
+"""Function that returns, for each other ingress, the keys that it has lately used."""
 
 
 class KeyLimiter:
     """Limiter of the API keys of one ingress: one `KeyUse` for each key that has a limit.
 
-    Ingresses tell each other the totals of the keys that they have lately served, once a second. What the others have
-    used is taken from the buckets here. So all of them together give a key its amount of requests and tokens, and what
-    they accept before they hear of each other: usually the use of two seconds. A key that is new here begins with
-    what the others have left of it, and so does one that has had no report for `MAX_PEER_AGE_S`. What an ingress used
-    that has died is filled up like other use.
+    1. Ingresses tell each other about once a second which keys they have used in the last seconds.
+    2. An ingress gives a key the part of its rate that falls to one of those that use it.
+    3. At once it gives `_BURST` of a minute's amount, divided by the number of all ingresses.
+
+    So a key that is used through one ingress gets its whole rate there. Eight ingresses together give it less than
+    twice its amount in any minute, although they hear of each other a second late.
 
     Each ingress counts the open requests of a key for itself. A count that is a second old would refuse a client that
     sends one request after another.
@@ -288,54 +228,33 @@ class KeyLimiter:
     Invariants: at most `_MAX_USES` keys without open requests are kept; at most `_MAX_REPORTED` are reported.
     """
 
-    def __init__(self, monotonic: Callable[[], float]) -> None:
+    def __init__(self, monotonic: Callable[[], float], peers: Peers = list) -> None:
         self._monotonic = monotonic
+        self._peers = peers
         self._uses: OrderedDict[str, KeyUse] = OrderedDict()
         """Uses of the limits by key, the one used longest ago first."""
-        self._peers: dict[str, _Peer] = {}
 
     def use_of(self, key_id: str | None, limits: KeyLimits) -> KeyUse | None:
         """Return the use of a key's limits; None: there is no key, or it has no limit. New limits begin unused."""
         if key_id is None or limits == NO_LIMITS:
             return None
+        peers = self._peers()
+        share = KeyShare(1 + len(peers), 1 + sum(key_id in keys for keys in peers))
         known = self._uses.get(key_id)
         if known is None or known.limits != limits:
             is_new = known is None
-            known = self._uses[key_id] = KeyUse(limits, self._monotonic)
+            known = self._uses[key_id] = KeyUse(limits, self._monotonic, share)
             if is_new:
-                peers = self._recent_peers().values()
-                known.begin_beside([peer.totals[key_id] for peer in peers if key_id in peer.totals])
                 self._forget_beyond_limit()
+        known.share(share)
         self._uses.move_to_end(key_id)
         return known
 
-    def totals(self) -> tuple[KeyTotals, ...]:
-        """Return the use of the keys used here lately, for the other ingresses."""
-        since_s, found = self._monotonic() - _REPORTED_S, list[KeyTotals]()
-        for key_id, use in reversed(self._uses.items()):
-            if len(found) == _MAX_REPORTED:
-                break
-            if use.used_s >= since_s:
-                found.append(use.totals(key_id))
-        return tuple(found)
-
-    def take_in(self, reports: Sequence[KeyUseReport]) -> None:
-        """Take in the last reports of the other ingresses; one that is not newer than the known one changes nothing."""
-        recent = self._recent_peers()
-        for report in reports:
-            peer = self._peers.get(report.ingress_id)
-            if peer is None or report.number > peer.number:
-                before = recent[report.ingress_id].totals if report.ingress_id in recent else {}
-                totals = {each.key_id: each for each in report.totals()}
-                for key_id in totals.keys() & self._uses.keys():
-                    self._uses[key_id].take_in(totals[key_id], before.get(key_id))
-                self._peers[report.ingress_id] = _Peer(self._monotonic(), report.number, totals)
-        self._peers = self._recent_peers()
-
-    def _recent_peers(self) -> dict[str, _Peer]:
-        """Return the last reports of the other ingresses, except those that are too old."""
-        since_s = self._monotonic() - MAX_PEER_AGE_S
-        return {ingress_id: peer for ingress_id, peer in self._peers.items() if peer.received_s >= since_s}
+    def keys_in_use(self) -> frozenset[str]:
+        """Return the keys with limits that have lately been used here, for the other ingresses."""
+        since_s = self._monotonic() - _IN_USE_S
+        recent = takewhile(lambda use: use[1].used_s >= since_s, reversed(self._uses.items()))
+        return frozenset(key_id for key_id, _ in islice(recent, _MAX_REPORTED))
 
     def _forget_beyond_limit(self) -> None:
         """Forget the key used longest ago that has no open request, if there are too many; never the newest one."""

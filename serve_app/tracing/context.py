@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
-from opentelemetry.trace import NonRecordingSpan, SpanContext, get_current_span, set_span_in_context
+from opentelemetry.trace import Span, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -22,14 +22,14 @@ class TraceContext:
     @classmethod
     def of_headers(cls, headers: Mapping[str, str]) -> TraceContext | None:
         """Return the context in a request's headers; None: they have none that is valid."""
-        span = read_headers(headers)
-        return None if span is None else cls.of_span(span)
+        span = get_current_span(read_headers(headers))
+        return cls.of_span(span) if span.get_span_context().is_valid else None
 
     @classmethod
-    def of_span(cls, span: SpanContext) -> TraceContext:
+    def of_span(cls, span: Span) -> TraceContext:
         """Return the context of the spans below `span`."""
         carrier: dict[str, str] = {}
-        _PROPAGATOR.inject(carrier, set_span_in_context(NonRecordingSpan(span), Context()))
+        _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
         return cls(carrier["traceparent"], carrier.get("tracestate"))
 
     @classmethod
@@ -43,10 +43,7 @@ class TraceContext:
         return {"traceparent": self.traceparent} | ({"tracestate": self.tracestate} if self.tracestate else {})
 
 
-def read_headers(headers: Mapping[str, str]) -> SpanContext | None:
-    """Return the span that headers name; None: they name none that is valid."""
-    if "traceparent" not in headers:
-        return None
+def read_headers(headers: Mapping[str, str]) -> Context:
+    """Return OpenTelemetry's context with the span that headers name; it is empty if they name none that is valid."""
     known = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-    span = get_current_span(_PROPAGATOR.extract(known, Context())).get_span_context()
-    return span if span.is_valid else None
+    return _PROPAGATOR.extract(known, Context())

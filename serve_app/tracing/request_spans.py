@@ -6,15 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import Span, SpanKind
 from pydantic_core import to_json
 
 from router.timeline import QUEUED, Interval, Part, Placed, Seconds, Timeline
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.reply.request_metrics import queued_s
 from serve_app.openai.request.schema import GenerationBody
-from serve_app.tracing.attributes import Attributes
-from serve_app.tracing.tracer import SpanTimes, Trace
+from serve_app.tracing.tracer import Attributes, SpanTimes, Trace
 
 _MAX_SEQUENCES = 16
 """Sequences of a request that have spans: those that ended last."""
@@ -38,7 +37,7 @@ def add_request(trace: Trace, timeline: Timeline, prepared: PreparedCompletion |
     is_completion = any(each.seconds.get(Part.TOKENIZING) for each in intervals)
     for interval in intervals if is_completion else ():
         for part, times in _pieces(interval, _BEFORE):
-            trace.add(part.value, trace.span_id, times)
+            trace.add(part.value, trace.first, times)
     if prepared is not None:
         _add_completion(trace, prepared, has_prompts)
 
@@ -53,36 +52,34 @@ def _add_completion(trace: Trace, prepared: PreparedCompletion, has_prompts: boo
     if has_prompts:
         attributes = {**attributes, **_prompt_attributes(prepared.body)}
     name = f"{prepared.body.operation} {prepared.body.model}"
-    span_id = trace.add(name, trace.span_id, SpanTimes(start_s, end_s), attributes, SpanKind.CLIENT)
+    span = trace.add(name, trace.first, SpanTimes(start_s, end_s), attributes, SpanKind.CLIENT)
     timelines = sorted(prepared.timelines, key=lambda each: each.finished_s or end_s, reverse=True)
     for timeline in timelines[:_MAX_SEQUENCES]:
-        parent_id = span_id
+        parent = span
         if len(prepared.timelines) > 1:
             index = next(index for index, each in enumerate(prepared.timelines) if each is timeline)
-            parent_id = trace.add("sequence", span_id, SpanTimes(start_s, end_s), {"headway.sequence.index": index})
-        _add_sequence(trace, parent_id, timeline)
+            parent = trace.add("sequence", span, SpanTimes(start_s, end_s), {"headway.sequence.index": index})
+        _add_sequence(trace, parent, timeline)
     parsing = prepared.format.parsing
     if parsing is not None and parsing.start_s is not None and parsing.end_s is not None:
         times = SpanTimes(parsing.start_s, parsing.end_s)
-        trace.add("tool_parsing", span_id, times, {"headway.tool_parsing.busy_s": parsing.busy_s})
+        trace.add("tool_parsing", span, times, {"headway.tool_parsing.busy_s": parsing.busy_s})
 
 
-def _add_sequence(trace: Trace, parent_id: bytes, timeline: Timeline) -> None:
+def _add_sequence(trace: Trace, parent: Span, timeline: Timeline) -> None:
     """Add the waits and the placements of a sequence."""
     for stay in stays(timeline):
         if stay.placement is None:
-            trace.add(
-                "queue", parent_id, stay.times, {f"headway.{part.value}_s": s for part, s in stay.reasons.items()}
-            )
+            trace.add("queue", parent, stay.times, {f"headway.{part.value}_s": s for part, s in stay.reasons.items()})
             continue
         attributes = {
             "headway.replica_id": stay.placement.replica_id,
             "headway.placement.reason": stay.placement.reason.value,
         }
         error_type = "replica_lost" if stay.is_lost else None
-        span_id = trace.add("placement", parent_id, stay.times, attributes, error_type=error_type)
+        span = trace.add("placement", parent, stay.times, attributes, error_type=error_type)
         for part, times in stay.phases:
-            trace.add(part.value, span_id, times)
+            trace.add(part.value, span, times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +208,7 @@ class HttpEnd:
         error_type = None
         if self.status >= 500 or self.status == 0:
             error_type = self.error_code or str(self.status)
-        trace.name = self.method if self.route is None else f"{self.method} {self.route}"
+        trace.first.update_name(self.method if self.route is None else f"{self.method} {self.route}")
         attributes: Attributes = {
             "http.request.method": self.method,
             "http.route": self.route,

@@ -13,9 +13,11 @@ from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import StreamOptions
 from replicas.protocol import Band
 from replicas.settings import settings_of
+from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
 from serve_app.config import PARTS, HeadwayConfig
 from serve_app.config_page import page
+from serve_app.replaced_settings import REPLACED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,6 +27,9 @@ HOMONYMS = {
     ("EngineLimits", "max_queued_requests"),  # of the engine's own short queue; the setting is an ingress's
     ("EngineLimits", "max_queued_tokens"),
     ("ReplicaStats", "block_size"),  # a report of the value in use
+    ("BandLimits", "max_wait_s"),  # of one band
+    ("Headroom", "max_wait_s"),
+    ("WorkLimits", "max_wait_s"),  # for a thread
     ("TokenizeBody", "model"),  # of a request
     ("DetokenizeBody", "model"),
     ("UsageListQuery", "model"),
@@ -153,21 +158,22 @@ def test_docs_configuration_is_generated_from_the_code():
     assert written == page(), "python -m serve_app.config_page > docs/configuration.md"
 
 
-def test_a_former_field_name_is_accepted_with_a_warning():
-    with pytest.warns(FutureWarning, match="max_deltas_per_s is called max_stream_chunks_per_s now"):
-        config = HeadwayConfig.model_validate({"max_deltas_per_s": "40"})
-    assert config.replica_options().streams.max_stream_chunks_per_s == 40
-    with pytest.raises(ValidationError, match="max_deltas_per_s"):
-        HeadwayConfig.model_validate({"max_deltas_per_s": 40, "max_stream_chunks_per_s": 50})
+@pytest.mark.parametrize("value", [None, "none", 1024])
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_former_setting_is_refused_with_what_replaces_it(name: str, value: object):
+    with pytest.raises(ValidationError, match=re.escape(f"{name} is no longer a setting. {REPLACED[name]}")):
+        HeadwayConfig.model_validate({name: value})
 
 
-def test_a_removed_field_with_a_note_is_accepted_with_a_warning():
-    with pytest.warns(FutureWarning, match="routing_policy is always least_tokens now"):
-        HeadwayConfig.model_validate({"routing_policy": "least_tokens"})
-    with pytest.warns(FutureWarning, match="num_bound_early is always 0 now"):
-        HeadwayConfig.model_validate({"num_bound_early": "0"})
-    with pytest.raises(ValidationError, match="routing_policy"):
-        HeadwayConfig.model_validate({"routing_policy": "random"})
+def test_what_replaces_a_former_setting_exists():
+    assert not REPLACED.keys() & HeadwayConfig.model_fields.keys()
+    named = {word for text in REPLACED.values() for word in re.findall(r"\b(?:[a-z]+_)+[a-z]+\b", text)}
+    assert named - HeadwayConfig.model_fields.keys() == {"least_tokens"}
+
+
+def test_several_former_settings_are_refused_at_once():
+    with pytest.raises(ValidationError, match=r"max_choices is no longer .* max_messages is no longer"):
+        HeadwayConfig.model_validate({"max_choices": 3, "max_messages": 4})
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -176,12 +182,13 @@ def test_every_setting_reaches_its_part(part):
         "kv_pressure_policy": "pause_new", "dtype": "float16", "device": "cuda", "quantization": "int8",
         "attention_backend": "triton", "kv_cache_dtype": "int8", "gpu_memory_utilization": 0.5,
         "kernel_cache_dir": "there",
-        "api_key_file": "there", "access_log_socket": "there",
+        "api_key_file": "there",
         "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
         "allowed_hosts": "there", "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
         "batch_invariant": True,
         "generation_config": "vllm", "allowed_origins": "null",
         "tool_call_parser": "hermes", "prefix_cache_scope": "shared",
+        "downscale_delay_s": DownscaleDelay(7.0),
         "otlp_traces_endpoint": "http://there", "trace_sampling_ratio": 0.5, "trace_prompts": True,
     }  # fmt: skip
     values = {name: other_than_7.get(name, 7) for name in settings_of(part)}
@@ -224,7 +231,12 @@ def test_replicas_are_given_what_follows_from_other_settings():
 @pytest.mark.parametrize("num_ingress_replicas", [1, 4])
 def test_serve_refuses_later_than_the_engine(num_ingress_replicas):
     config = HeadwayConfig.model_validate(
-        {"max_num_seqs": 4, "max_queued_requests": 10, "num_replicas": 3, "num_ingress_replicas": num_ingress_replicas}
+        {
+            "max_num_seqs": 4,
+            "max_queue": "interactive=10/4000000",
+            "num_replicas": 3,
+            "num_ingress_replicas": num_ingress_replicas,
+        }
     )
     assert config.max_ongoing_requests_per_replica > 4 + config.engine_limits().max_queued_requests
     may_wait = sum(limits.max_requests for limits in config.flow_limits().bands.values())
@@ -238,7 +250,7 @@ def test_more_than_one_jobs_worker_needs_postgresql(url: str | None):
     with pytest.raises(ValidationError, match=r"num_jobs_workers \(2\) must be 1 unless database_url is PostgreSQL's"):
         HeadwayConfig.model_validate({"num_jobs_workers": 2, "database_url": url})
     config = HeadwayConfig.model_validate({"num_jobs_workers": 4, "database_url": "postgresql+psycopg://host/jobs"})
-    assert (config.num_jobs_workers, config.of_jobs().num_jobs_workers) == (4, 1), "its own number is no setting of it"
+    assert config.num_jobs_workers == 4
 
 
 def test_replicas_have_room_for_the_requests_of_every_jobs_worker():
@@ -257,8 +269,8 @@ def test_a_tenants_share_of_a_queue_needs_keys(fields: dict[str, str], share: fl
 
 
 def test_latency_targets_are_per_band_and_may_be_none():
-    targets = HeadwayConfig.model_validate({"interactive_ttft_target_s": "0.5", "standard_tpot_target_s": "none"})
-    assert targets.latency_targets() == {
+    targets = HeadwayConfig.model_validate({"slo": "interactive=0.5/0.15,standard=5/none"})
+    assert targets.routing_settings().targets == {
         Band.INTERACTIVE: LatencyTargets(ttft_s=0.5, tpot_s=0.15),
         Band.STANDARD: LatencyTargets(ttft_s=5.0, tpot_s=None),
         Band.BATCH: LatencyTargets(ttft_s=None, tpot_s=None),

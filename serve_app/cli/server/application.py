@@ -34,16 +34,17 @@ class ApplicationFailed(Exception):
     """Failure of the application to start or to run; the message is the reason."""
 
 
-def deploy(config: HeadwayConfig, address: Address) -> None:
+def deploy(config: HeadwayConfig, address: Address, access_log_socket: str | None) -> None:
     """Start Serve on the cluster of this process, and deploy the application without waiting for its replicas.
 
-    Serve's HTTP servers listen at `address`, and the ingresses behind HAProxy on the same host.
+    Serve's HTTP servers listen at `address`, and the ingresses behind HAProxy on the same host. The ingresses send
+    access lines to `access_log_socket`; None: to none.
     """
     from ray import serve
 
-    from serve_app.app import build
+    from serve_app.app import build_with
 
-    target = serve.RunTarget(build(config), name=NAME)
+    target = serve.RunTarget(build_with(config, access_log_socket=access_log_socket), name=NAME)
     with ThreadPoolExecutor(1, "serve-start") as executor:
         # Serve's start waits for its proxies. The application needs only the controller, which is there at once.
         started = executor.submit(serve.start, http_options={"host": address.host, "port": address.port})

@@ -114,13 +114,13 @@ class Server:
             self._check_for_stop()
             stack.enter_context(self._watching(cluster))
             config = _with_key_file(self._config, self._front.api_key, cluster.folder)
+            access_log_socket = None
             if self._front.has_access_lines:
-                socket_path = cluster.folder / "access"
-                access = AccessLines(socket_path, self._front.log_format, terminal.out.write)
+                access_log_socket = str(cluster.folder / "access")
+                access = AccessLines(Path(access_log_socket), self._front.log_format, terminal.out.write)
                 stack.enter_context(contextlib.closing(access))
-                config = config.model_copy(update={"access_log_socket": str(socket_path)})
             steps.begin(f"Starting {config.model_name}: replicas ...")
-            application.deploy(config, front.serve_address)
+            application.deploy(config, front.serve_address, access_log_socket)
             log = Tail(self._log_path)
             application.wait_until_ready(self._front.url, lambda: self._pause_in_start(steps, log))
             steps.close()

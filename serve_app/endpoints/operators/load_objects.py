@@ -36,10 +36,10 @@ def autoscaling_of(autoscaling: AutoscalingLoop) -> JsonObject:
     """Return the bounds on the number of replicas, and the last decision with its inputs."""
     settings, decision = autoscaling.settings, autoscaling.decision
     bounds: JsonObject = {
-        "min_replicas": settings.min_replicas,
-        "max_replicas": settings.max_replicas,
+        "min_replicas": autoscaling.bounds.min_replicas,
+        "max_replicas": autoscaling.bounds.max_replicas,
         "target_drain_s": settings.target_drain_s,
-        "downscale_delay_s": settings.downscale_delay_s,
+        "downscale_delay_s": settings.downscale_delay_s.to_fewer_s,
     }
     if decision is None:
         return bounds

@@ -94,7 +94,7 @@ class OperationsEndpoints:
         try:
             await self.model.refresh()
         except NoReplicaAvailable:
-            if self.backends.autoscaling is None or self.backends.autoscaling.settings.min_replicas > 0:
+            if self.backends.autoscaling is None or self.backends.autoscaling.bounds.min_replicas > 0:
                 raise
             await self.model.card()
         views = self.backends.dispatcher.load()
@@ -148,7 +148,7 @@ class OperationsEndpoints:
     async def drain(self, request: Request) -> Response:
         """Answer POST /v1/replicas/{id}/drain: the replica takes no more requests, and its streams leave it.
 
-        Streams that last longer than `max_drain_wait_s` go on elsewhere. Serve then replaces the replica.
+        Streams that last longer than 5 s go on elsewhere. Serve then replaces the replica.
         """
         replica_id = request.path_params["replica_id"]
         if not await self.backends.dispatcher.drain(replica_id):

@@ -321,7 +321,7 @@ class JobsSettings:
     """Most requests in one batch."""
     max_file_bytes: int = setting(200 * 2**20, gt=0)
     """Size of the largest uploaded file, bytes."""
-    max_unfinished_batches: int = setting(10_000, ge=1)
+    max_unfinished_batches: int = 10_000
     """Most unfinished batches and jobs of one tenant. Further ones are refused with status 429."""
     max_unfinished_lines: int = setting(1_000_000, ge=1)
     """Most unfinished requests in the batches of one tenant. Further ones are refused with status 429."""

@@ -34,15 +34,14 @@ class RequestLimits:
 
     max_prompts: int = setting(128, ge=1)
     """Most prompts in one completions request."""
-    max_choices: int = setting(128, ge=1)
+    max_choices: int = 128
     """Most choices in one request: `n` times the number of prompts."""
-    max_messages: int = setting(2048, ge=1)
+    max_messages: int = 2048
     """Most messages of one conversation."""
     max_body_values: int = setting(131_072, ge=1)
-    """Most values in a JSON body: items of lists, such as token ids, and fields of objects."""
-    max_body_objects: int = setting(32_768, ge=1)
-    """Most objects, lists and names of fields in a JSON body; each takes longer to read than a number or a text."""
-    max_echo_logprobs: int = setting(131_072, ge=1)
+    """Most values in a JSON body: items of lists, such as token ids, and fields of objects. At most a quarter as many
+    objects, lists and names of fields: each takes longer to read than a number or a text."""
+    max_echo_logprobs: int = 131_072
     """Most log probabilities of prompt tokens in one reply (`echo` with `logprobs`, `prompt_logprobs`): the tokens of
     all prompts, times `n`, times one more than the alternatives per position."""
     max_logprobs: int = setting(20, ge=0)
@@ -57,6 +56,11 @@ class RequestLimits:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+    @property
+    def max_body_objects(self) -> int:
+        """Most objects, lists and names of fields in a JSON body."""
+        return self.max_body_values // 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def test_early_binding_gives_a_full_replica_more_of_each_band():
 
 async def test_early_binding_queues_only_when_all_lines_are_full():
     table = LoadTable(FakeClock())
-    flow = BaselineFlow("least_requests", 3)(HeadwayConfig(), table, FakeObserver())
+    flow = BaselineFlow("least_requests", 3)(HeadwayConfig().routing_settings(), table, FakeObserver())
     table.record(stats("a", slots=1, free_blocks=1))
     table.record(stats("b", slots=1, free_blocks=1))
     asked = [request(f"r-{number}", prompt=tuple(range(40))) for number in range(9)]

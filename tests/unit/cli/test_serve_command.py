@@ -8,11 +8,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from router.scaling.autoscaling import DownscaleDelay
+from router.types import LatencyTargets
 from serve_app.cli.config_options import read_config, read_config_file, with_config_options
 from serve_app.cli.main import app
 from serve_app.cli.serve import is_loopback
 from serve_app.cli.server.ports import Address, reserved
+from serve_app.compound_settings import BandTargets, BandWaits
 from serve_app.config import HeadwayConfig
+from serve_app.replaced_settings import REPLACED
 from testkit.free_port import free_port
 
 
@@ -60,6 +64,8 @@ def test_an_open_port_without_keys_is_warned_of_once(tmp_path: Path) -> None:
         (["max_num_seqs="], "'max_num_seqs=' is not of the form key=value"),
         (["--max-num-seqs", "lots"], "max_num_seqs: Input should be a valid integer"),
         (["--max-num-sequences", "4"], "No such option: --max-num-sequences"),
+        (["max_choices=none"], "max_choices is no longer a setting. A request always has at most 128 choices"),
+        (["--max-choices", "3"], "max_choices is no longer a setting. A request always has at most 128 choices"),
         (["--max-num-seqs", "4", "max_num_seqs=4"], "max_num_seqs is given twice"),
         (["a-model", "--model", "b-model"], "model is given twice"),
         (["--max-num-batched-tokens", "32"], "max_num_batched_tokens (32) must exceed max_num_seqs (32)"),
@@ -124,16 +130,24 @@ def test_each_field_is_an_option_with_its_docstring() -> None:
     for name, field in HeadwayConfig.model_fields.items():
         assert f"--{name.replace('_', '-')}" in shown
         assert " ".join((field.description or "").split())[:60] in shown
+    assert not [name for name in REPLACED if f"--{name.replace('_', '-')}" in shown.split()]
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_the_option_of_a_former_setting_is_refused_with_what_replaces_it(name: str) -> None:
+    refused = CliRunner().invoke(app, ["serve", f"--{name.replace('_', '-')}", "none"])
+    assert (refused.exit_code, refused.stderr) == (2, f"error: {name} is no longer a setting. {REPLACED[name]}\n")
 
 
 def test_options_set_fields_of_every_kind() -> None:
     config = read_by_the_command(
         *("--max-num-seqs", "4", "--kv-cache-bytes", "64MiB", "--dtype", "float32", "--no-enable-prefix-caching"),
-        *("--max-standard-wait-s", "none", "num_replicas=2", "org/model"),
+        *("--max-wait-s", "standard=none", "slo=batch=60/none", "num_replicas=2", "org/model"),
     )
     assert (config.max_num_seqs, config.kv_cache_bytes, config.dtype) == (4, 64 * 2**20, "float32")  # type: ignore[attr-defined]
     assert config.enable_prefix_caching is False  # type: ignore[attr-defined]
-    assert (config.max_standard_wait_s, config.num_replicas, config.model) == (None, 2, "org/model")
+    assert (config.max_wait_s, config.slo) == (BandWaits(standard=None), BandTargets(batch=LatencyTargets(60.0)))
+    assert (config.num_replicas, config.model) == (2, "org/model")
 
 
 @pytest.mark.parametrize(
@@ -151,9 +165,13 @@ def test_a_model_may_have_several_names(arguments: tuple[str, ...]) -> None:
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "headway.yaml"
-    file.write_text("max_num_seqs: 4\nnum_replicas: 3\nmax-standard-wait-s:\nport: 9000\nserved_model_name: [a, b]\n")
+    file.write_text("max_num_seqs: 4\nnum_replicas: 3\nport: 9000\nserved_model_name: [a, b]\n")
+    with file.open("a") as text:
+        text.write("max-wait-s: {standard:}\nslo: {batch: [60, none]}\ndownscale_delay_s: [5, 9]\n")
     config = read_by_the_command("--config", str(file), "--num-replicas", "2")
-    assert (config.num_replicas, config.max_num_seqs, config.max_standard_wait_s) == (2, 4, None)  # type: ignore[attr-defined]
+    assert (config.num_replicas, config.max_num_seqs) == (2, 4)  # type: ignore[attr-defined]
+    assert (config.max_wait_s, config.slo) == (BandWaits(standard=None), BandTargets(batch=LatencyTargets(60.0)))
+    assert config.downscale_delay_s == DownscaleDelay(5.0, 9.0)  # type: ignore[attr-defined]
     assert config.model_names == ("a", "b")
 
 
@@ -165,6 +183,8 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ("a: [", "cannot be read"),
         ("applications: []", "is a config file of Ray Serve"),
         ("max_num_seqs: [1, 2]", "max_num_seqs must have one value"),
+        ("slo: {interactive: [0, 1]}", "slo of interactive: ttft_s is 0; it must be a number above 0, or none"),
+        ("max_choices:", "max_choices is no longer a setting. A request always has at most 128 choices"),
     ],
 )
 def test_a_mistake_in_the_file_is_refused(tmp_path: Path, content: str, message: str) -> None:

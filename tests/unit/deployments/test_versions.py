@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 from ray.serve._private.build_app import build_app
 
+from replicas.engine.config import KVPressurePolicy
+from router.scaling.autoscaling import DownscaleDelay
+from router.types import LatencyTargets
 from serve_app.app import build
+from serve_app.compound_settings import BandQueues, BandTargets, BandWaits, QueueLimit
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.versions import own_version
 
@@ -52,45 +56,57 @@ def test_another_number_of_jobs_workers_replaces_none() -> None:
 def test_the_version_is_the_same_in_every_process() -> None:
     program = (
         "from serve_app.config import HeadwayConfig as C; from serve_app.deployments.versions import own_version;"
-        "print(own_version(C().of_ingress()))"
+        "print([own_version(each) for each in (C().model_process(), C().ingress_process(), C().jobs_process())])"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     printed = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
-    assert printed.stdout.decode().strip() == own_version(HeadwayConfig().of_ingress())
+    assert printed.stdout.decode().strip() == str([own_version(each) for each in _processes(HeadwayConfig())])
 
 
-SHARES = ("max_tenant_queue_share", "trace_sampling_ratio")
+OPTIONS_OF_DEPLOYMENTS = {
+    "num_replicas", "min_replicas", "max_replicas", "num_ingress_replicas", "min_ingress_replicas",
+    "max_ingress_replicas", "num_jobs_workers", "cpus_per_ingress", "cpus_per_jobs", "graceful_shutdown_timeout_s",
+    "health_check_timeout_s",
+}  # fmt: skip
+"""Settings that Serve reads, and no process."""
+SHARES = ("max_tenant_queue_share", "trace_sampling_ratio", "gpu_memory_utilization")
+OTHERS: dict[str, Any] = {
+    "api_key_file": "keys", "num_gpus_per_replica": 0.5, "kv_pressure_policy": KVPressurePolicy.PAUSE_NEW,
+    "generation_config": "vllm", "prefix_cache_scope": "shared", "webhook_allowed_hosts": "10.0.0.1",
+    "downscale_delay_s": DownscaleDelay(1.0), "max_queue": BandQueues(standard=QueueLimit(1, 1)),
+    "max_wait_s": BandWaits(batch=1.0), "slo": BandTargets(batch=LatencyTargets(1.0)), "tool_call_parser": "hermes",
+    "allowed_origins": "null", "otlp_traces_endpoint": "http://another", "max_model_len": 99, "kv_cache_bytes": 2**20,
+}  # fmt: skip
 
 
-def _composed(config: HeadwayConfig) -> dict[str, list[Any]]:
-    """Return what each deployment composes of its configuration."""
-    http = config.ingress_settings()
-    routing = [
-        config.flow_limits(), config.watch_settings(), config.latency_targets(), config.model_path, config.model_names,
-        config.engine_limits().enable_prefix_caching, config.webhook_allowed_hosts, config.jobs_settings(),
-        config.jobs_files_url, http.limits, http.tool_call_parser, http.num_tokenizer_threads,
-        config.tracing_settings(),
-    ]  # fmt: skip
-    return {
-        "Model": [config.replica_options(), config.load_poll_period_s, config.num_gpus_per_replica],
-        "Ingress": [*routing, http],
-        "Jobs": [*routing, config.jobs_database_url, config.webhook_secret, config.data_dir],
+def _another(name: str, default: Any) -> Any:
+    """Return a value other than a setting's default."""
+    if name in OTHERS:
+        return OTHERS[name]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default / 2 if name in SHARES else default + 1
+    return 3 if name.startswith(("max_", "min_", "num_", "target_")) else "another"
+
+
+def _processes(config: HeadwayConfig) -> list[Any]:
+    return [config.model_process(), config.ingress_process(), config.jobs_process()]
+
+
+def test_every_setting_is_read_by_a_process_or_by_serve() -> None:
+    # An API key file lets the share of a tenant count. An unknown number of GPUs is one without GPUs.
+    config = HeadwayConfig.model_construct(api_key_file="other keys", num_gpus_per_replica=1.0)
+    unread = {
+        name
+        for name, field in HeadwayConfig.model_fields.items()
+        if _processes(config) == _processes(config.model_copy(update={name: _another(name, field.default)}))
     }
+    assert unread == OPTIONS_OF_DEPLOYMENTS
 
 
-def test_a_deployment_has_all_settings_that_it_composes() -> None:
-    values: dict[str, Any] = {}
-    for name, field in HeadwayConfig.model_fields.items():
-        if isinstance(field.default, bool):
-            values[name] = not field.default
-        elif isinstance(field.default, int | float):
-            values[name] = field.default / 2 if name in SHARES else field.default + 1
-        elif name.endswith(("_dir", "_url")):
-            values[name] = "/tmp/another"
-    values |= {"model": "another", "served_model_name": "one,two", "api_key_file": "keys", "num_gpus_per_replica": 0.5}
-    values["otlp_traces_endpoint"] = "http://another"
-    values |= {"compile_layers": None, "gpu_memory_utilization": 0.5}
-    config = HeadwayConfig.model_construct(**values)
-    whole = _composed(config)
-    for name, own in (("Model", config.of_model()), ("Ingress", config.of_ingress()), ("Jobs", config.of_jobs())):
-        assert _composed(own)[name] == whole[name], name
+def test_a_process_loads_its_own_copy_of_the_model() -> None:
+    for settings in _processes(HeadwayConfig(model="model.gguf")):
+        assert settings.model_path == "model.gguf"
+        moved = settings.with_model("/converted")
+        assert (moved.model_path, moved.with_model("model.gguf")) == ("/converted", settings)

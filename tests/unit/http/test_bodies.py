@@ -31,7 +31,7 @@ async def test_values_of_a_large_body_are_counted_for_the_owner_of_the_work() ->
         return {"type": "http.request", "body": b'{"text": "%s"}' % (b"," * 100_000), "more_body": False}
 
     workers = Workers()
-    limits = RequestLimits(max_body_values=1000, max_body_objects=1000)
+    limits = RequestLimits(max_body_values=1000)
     reader = BodyReader(IngressSettings("model", "model", limits=limits), cast("WorkerThreads", workers))
     request = Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
     owner = WorkOwner(Band.BATCH, "acme")

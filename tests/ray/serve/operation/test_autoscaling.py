@@ -25,8 +25,8 @@ def autoscaled(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     """One replica to start with, none at least; streams get 2 s when their replica is given back."""
     arguments = (
         f"max_num_seqs={NUM_SLOTS} kv_cache_bytes=64MiB cpus_per_replica=0.5 "
-        f"min_replicas=0 max_replicas={MAX_REPLICAS} target_drain_s=0.5 downscale_delay_s=3 scale_to_zero_delay_s=3 "
-        "autoscale_interval_s=0.2 graceful_shutdown_timeout_s=2"
+        f"min_replicas=0 max_replicas={MAX_REPLICAS} target_drain_s=0.5 downscale_delay_s=3/3 "
+        "graceful_shutdown_timeout_s=2"
     )
     with serving(
         tmp_path_factory.mktemp("home"), f"MODEL={checkpoint}", "DTYPE=float32", f"ARGS={arguments}"

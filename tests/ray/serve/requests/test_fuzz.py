@@ -18,7 +18,7 @@ NUM_CASES = 10_000
 MAX_GROWTH_BYTES = 400 * 2**20
 """Most memory that an ingress may grow by: a few bodies of 8 MiB, parsed, and the allocator's rest."""
 ARGUMENTS = {
-    "max_model_len": 128, "kv_cache_bytes": "16MiB", "max_choices": 16, "max_prompts": 16, "upload_timeout_s": 5,
+    "max_model_len": 128, "kv_cache_bytes": "16MiB", "max_prompts": 16, "upload_timeout_s": 5,
     "load_poll_period_s": 0.2,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Limits of an API key over two ingresses, which exchange its use through a model replica."""
+"""Limits of an API key over two ingresses, which tell each other that they use it."""
 
 import time
 from collections.abc import Iterator
@@ -15,10 +15,8 @@ from tests.ray.serve.conftest import MODEL_NAME
 
 pytestmark = pytest.mark.deep
 
-_LIMIT = 12
+_LIMIT = 60
 """Requests a minute."""
-_EXCHANGED_S = 3.0
-"""Time in which two ingresses have surely heard of each other's use, seconds."""
 
 
 @pytest.fixture
@@ -54,9 +52,7 @@ def test_two_ingresses_together_keep_a_keys_requests(two_ingresses: Served) -> N
 
     wait_for(lambda: num_ingresses() == 2, "both ingresses run")
     started_s = time.monotonic()
-    accepted = num_accepted(app, _LIMIT)
-    assert accepted == _LIMIT
-    time.sleep(_EXCHANGED_S)
-    accepted += num_accepted(app, 2 * _LIMIT)
-    # Each for itself, the two would have accepted about twice the limit.
-    assert accepted <= _LIMIT + (time.monotonic() - started_s) * _LIMIT / 60 + 1
+    accepted = num_accepted(app, 4 * _LIMIT)
+    filled = (time.monotonic() - started_s) * _LIMIT / 60
+    # At once seven tenths, then the rate; a tenth is for the time in which each does not know of the other.
+    assert 0.9 * filled <= accepted <= 0.7 * _LIMIT + filled + 0.1 * _LIMIT

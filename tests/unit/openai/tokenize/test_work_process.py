@@ -33,7 +33,7 @@ from serve_app.openai.tokenize.prompt_encoder import ChatTurns, encoder_of
 from serve_app.openai.tokenize.work_process import WorkProcess, WorkProcesses
 from testkit.limits import LIMIT_S
 
-LIMITS = RequestLimits(max_messages=4, max_prompts=3, max_body_values=200, max_body_objects=100)
+LIMITS = RequestLimits(max_messages=4, max_prompts=3, max_body_values=400)
 MAX_PROMPT_TOKENS = 60
 
 

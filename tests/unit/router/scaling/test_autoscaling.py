@@ -12,7 +12,14 @@ import pytest
 
 from replicas.protocol import Band, ReplicaStats, TenantTokens
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
-from router.scaling.autoscaling import Autoscaler, AutoscalingSettings, ScalingDecision, ScalingInputs
+from router.scaling.autoscaling import (
+    Autoscaler,
+    AutoscalingSettings,
+    DownscaleDelay,
+    ReplicaBounds,
+    ScalingDecision,
+    ScalingInputs,
+)
 from router.scaling.autoscaling_loop import ServedRate, work_in_queue, work_in_replicas
 from router.scaling.ingress_reports import PendingWork
 from router.scaling.replica_sums import ReplicaParts, ReplicaSums
@@ -22,7 +29,8 @@ from testkit.router.simulated_time import FakeClock
 
 SPEED = 100.0
 """Tokens a second of a replica."""
-SETTINGS = AutoscalingSettings(min_replicas=1, max_replicas=10, num_replicas=1, replica_tokens_per_s=SPEED)
+SETTINGS = AutoscalingSettings(replica_tokens_per_s=SPEED)
+BOUNDS = ReplicaBounds(min_replicas=1, max_replicas=10, num_replicas=1)
 TICK_S = 0.2
 
 
@@ -31,10 +39,11 @@ class Scaler:
     """Autoscaler on a fake clock."""
 
     settings: AutoscalingSettings = SETTINGS
+    bounds: ReplicaBounds = BOUNDS
     clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
-        self.autoscaler = Autoscaler(self.settings, self.clock)
+        self.autoscaler = Autoscaler(self.settings, self.bounds, self.clock)
 
     def decide(
         self, *work: PendingWork, after_s: float = 0.0, num_replicas: int = 1, num_requests: int = 1,
@@ -186,7 +195,7 @@ def test_upscaling_is_immediate_and_downscaling_is_delayed():
 
 
 def test_work_that_gathers_while_replicas_start_asks_for_no_more():
-    simulation = Simulation(replace(SETTINGS, max_replicas=100), start_s=60.0)
+    simulation = Simulation(bounds=replace(BOUNDS, max_replicas=100), start_s=60.0)
     simulation.run(300.0, lambda now: 50.0 if now < 20 else 500.0)
     assert max(number for _, number in simulation.desired) <= 1.5 * 5 / 0.85 + 2
     assert simulation.waiting_tokens / (simulation.num_replicas * SPEED) <= SETTINGS.target_drain_s
@@ -199,7 +208,7 @@ def test_a_backlog_that_stands_keeps_the_replicas_it_asked_for():
 
 def test_running_work_asks_for_no_replica_that_was_given_back(scaler: Scaler):
     scaler.decide(num_replicas=2)
-    assert scaler.desired(after_s=SETTINGS.downscale_delay_s + 1, num_replicas=2, served=100.0) == 2
+    assert scaler.desired(after_s=SETTINGS.downscale_delay_s.to_fewer_s + 1, num_replicas=2, served=100.0) == 2
     assert scaler.desired(num_replicas=3, served=900.0) == 2, "the third is about to go"
 
 
@@ -288,25 +297,25 @@ def test_running_work_keeps_the_slots_it_needs(num_running, needed):
 def test_a_new_ingress_gives_no_replica_back_early(scaler: Scaler):
     assert scaler.desired(num_replicas=0) == 1
     assert scaler.desired(num_replicas=6) == 6
-    assert scaler.desired(after_s=SETTINGS.downscale_delay_s, num_replicas=6) == 6
+    assert scaler.desired(after_s=SETTINGS.downscale_delay_s.to_fewer_s, num_replicas=6) == 6
     assert scaler.desired(after_s=1, num_replicas=6) == 1
 
 
 def test_zero_replicas_when_idle_and_one_on_the_first_request():
-    scaler = Scaler(replace(SETTINGS, min_replicas=0))
+    scaler = Scaler(bounds=replace(BOUNDS, min_replicas=0))
     assert scaler.desired(after_s=10_000, num_replicas=0, num_requests=0) == 1, "none was seen yet"
     assert scaler.desired() == 1
     idle_since_s = scaler.clock.now
     while scaler.desired(num_requests=0):
         scaler.clock.now += TICK_S
-    assert scaler.clock.now - idle_since_s == pytest.approx(SETTINGS.scale_to_zero_delay_s, abs=1.0)
+    assert scaler.clock.now - idle_since_s == pytest.approx(SETTINGS.downscale_delay_s.to_zero_s, abs=1.0)
     assert scaler.desired(after_s=10_000, num_replicas=0, num_requests=0) == 0
     assert scaler.desired(PendingWork(1, 2.0), num_replicas=0) == 1
     assert scaler.desired(PendingWork(900, 2.0), num_replicas=0, num_requests=9) == 5
 
 
 def test_batch_work_alone_keeps_one_replica():
-    scaler = Scaler(replace(SETTINGS, min_replicas=0))
+    scaler = Scaler(bounds=replace(BOUNDS, min_replicas=0))
     assert scaler.decide_often(10_000, PendingWork(100, 86_400.0)).desired_replicas == 1
 
 
@@ -315,6 +324,7 @@ class Simulation:
     """A service of replicas that start slowly, under load given in tokens a second; every tick decides anew."""
 
     settings: AutoscalingSettings = SETTINGS
+    bounds: ReplicaBounds = BOUNDS
     start_s: float = 5.0
     clock: FakeClock = field(default_factory=FakeClock)
     waiting_tokens: float = 0.0
@@ -324,7 +334,7 @@ class Simulation:
     longest_drain_s: float = 0.0
 
     def run(self, seconds: float, load: Callable[[float], float]) -> None:
-        scaler = Scaler(self.settings, self.clock)
+        scaler = Scaler(self.settings, self.bounds, self.clock)
         began_s = self.clock.now
         recent: list[float] = []
         for _ in range(round(seconds / TICK_S)):
@@ -375,7 +385,7 @@ def test_a_burst_is_answered_within_two_seconds():
 @pytest.mark.parametrize("period_s", [10.0, 60.0, 120.0, 240.0])
 @pytest.mark.parametrize("downscale_delay_s", [10.0, 60.0])
 def test_a_square_wave_reverses_scaling_once_a_period(period_s, downscale_delay_s):
-    simulation = Simulation(replace(SETTINGS, downscale_delay_s=downscale_delay_s))
+    simulation = Simulation(replace(SETTINGS, downscale_delay_s=DownscaleDelay(downscale_delay_s)))
     simulation.run(1200.0, lambda now: 600.0 if now % period_s < period_s / 2 else 50.0)
     for start_s in range(0, 1200, int(period_s)):
         assert simulation.num_reversals(start_s, start_s + period_s) <= 1

@@ -9,7 +9,7 @@ import pytest
 from replicas.protocol import Band
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import BandLimits, FlowQueue
-from router.scaling.autoscaling import Autoscaler, AutoscalingSettings
+from router.scaling.autoscaling import Autoscaler, AutoscalingSettings, DownscaleDelay, ReplicaBounds
 from router.scaling.autoscaling_loop import AutoscalingLoop, BacklogWork, IngressLoad, work_in_backlog
 from router.scaling.ingress_reports import IngressGossip, IngressReport, PendingWork
 from testkit.router.simulated_replicas import stats
@@ -18,8 +18,8 @@ from testkit.router.simulated_time import FakeClock
 NOW = 1_000_000.0
 SPEED = 100.0
 SETTINGS = AutoscalingSettings(
-    min_replicas=0, max_replicas=10, num_replicas=1, replica_tokens_per_s=SPEED, downscale_delay_s=0.0,
-    scale_to_zero_delay_s=0.0,
+    replica_tokens_per_s=SPEED,
+    downscale_delay_s=DownscaleDelay(0.0, 0.0),
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ class Scaled:
         self.has_woken = asyncio.Event()
         self.table = LoadTable(self.clock)
         queue = FlowQueue({band: BandLimits(10, 10**6) for band in Band}, 30.0)
-        autoscaler = Autoscaler(SETTINGS, self.clock)
+        autoscaler = Autoscaler(SETTINGS, ReplicaBounds(0, 10, 1), self.clock)
         load = IngressLoad(queue, self.table, self.gossip, self.lines, lambda: NOW)
         self.loop = AutoscalingLoop(autoscaler, load, self.gossip, self.wake)
 
