@@ -21,7 +21,7 @@ from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.compiled_kernels import need_kernels
 from testkit.model.engine_runs import Sizes, build_engine, load_compiled, num_preemptions, random_prompts, run
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
-from tests.unit.test_grammar import DEMO
+from tests.unit.text.test_grammar import DEMO
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=3)
 PROMPTS = random_prompts((5, 33, 60, 90, 20, 100, 7, 50, 64, 41), seed=3)

@@ -1,1 +1,1 @@
-"""The HTTP application over fake replicas: every endpoint, the stock client, real connections."""
+"""HTTP layer: exchanges, bodies, headers, limits, other origins, real connections."""

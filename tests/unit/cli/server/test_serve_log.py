@@ -9,7 +9,7 @@ from pathlib import Path
 from serve_app.cli.server.serve_log import Tail, new_log_file
 from testkit.limits import LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def test_the_log_is_private_and_old_ones_go(tmp_path):

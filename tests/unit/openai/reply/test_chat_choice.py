@@ -13,7 +13,7 @@ from serve_app.openai.reply.chat_choice import ChatChoice
 from serve_app.openai.tokenize.prompt_tokenizer import TokenText
 from serve_app.openai.tools.families import FAMILIES, ChatFamily, family_named
 from serve_app.openai.tools.parser import OutputParser
-from tests.unit.openai.test_reasoning_usage import byte_tokenizer
+from tests.unit.openai.reply.test_reasoning_usage import byte_tokenizer
 from tests.unit.openai.tools.cases import CALLS, TOOLS, can_call_in_parallel
 
 TOKEN_TEXT = TokenText(byte_tokenizer())

@@ -26,7 +26,7 @@ from serve_app.cli.main import app
 from testkit.http.api import MODEL, REPLY, Api, MakeApi, serving
 from testkit.limits import LIMIT_S, until
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 async def run(api: Api, *arguments: str, stdin: str | bytes = "") -> Result:

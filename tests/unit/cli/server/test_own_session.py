@@ -10,7 +10,7 @@ import pytest
 
 from testkit.limits import LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 PROGRAM = """
 import signal, subprocess, sys, time
 from serve_app.cli.server.own_session import run_in_own_session

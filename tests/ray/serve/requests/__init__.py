@@ -1,0 +1,1 @@
+"""Requests of clients to a served application."""

@@ -1,0 +1,1 @@
+"""The parts of a server in the foreground."""

@@ -1,0 +1,1 @@
+"""Deployments: their numbers of replicas, their versions and their ports."""

@@ -1,0 +1,1 @@
+"""Completions over HTTP, their streams, and single requests by their id."""

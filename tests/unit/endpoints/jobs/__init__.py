@@ -1,0 +1,1 @@
+"""Jobs, batches and files over HTTP."""

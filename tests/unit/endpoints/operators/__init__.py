@@ -1,0 +1,1 @@
+"""Probes, metrics, the dashboard and the usage."""

@@ -1,0 +1,1 @@
+"""Replies, whole and streamed."""

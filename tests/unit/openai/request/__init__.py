@@ -1,0 +1,1 @@
+"""Bodies and headers of requests: what they mean, and what is refused."""

@@ -1,0 +1,1 @@
+"""A request's way to replicas that work, fail, hang or leave."""
