@@ -47,6 +47,8 @@ MAY_SEE = {
 # Scripts that nothing imports.
 APART = ("replicas.demo",)
 MAX_ROOT_FILES = 8
+MAX_PARAMETERS = 5
+WIDE_CONSTRUCTORS = {"CompletionService", "LogitsProcessors", "Sampler", "AsyncEngine"}
 
 # Third-party packages, and the only folders that may import them.
 CONFINED = {
@@ -211,6 +213,29 @@ def test_the_documented_folders_are_those_of_the_tree() -> None:
 def test_the_root_of_a_large_folder_stays_small(name: str) -> None:
     files = [path.name for path in (ROOT / name).iterdir() if path.is_file()]
     assert len(files) <= MAX_ROOT_FILES, f"{name} has {sorted(files)}; which folder of it do they belong to?"
+
+
+def num_statements(*packages: str) -> int:
+    sources = (source for package in packages for source in (ROOT / package).rglob("*.py"))
+    return sum(isinstance(node, ast.stmt) for source in sources for node in ast.walk(ast.parse(source.read_text())))
+
+
+def test_measurements_are_at_most_a_third_of_the_product() -> None:
+    product, bench = num_statements(*PRODUCT), num_statements("bench")
+    assert bench <= product / 3, f"bench has {bench} statements, the product {product}: retire a measurement"
+
+
+def test_constructors_have_few_parameters() -> None:
+    wide = {
+        node.name
+        for name in IN_PRODUCT
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+        if len(method.args.args) + len(method.args.kwonlyargs) - 1 > MAX_PARAMETERS
+    }
+    assert wide <= WIDE_CONSTRUCTORS
 
 
 @pytest.mark.parametrize("library", list(CONFINED))
