@@ -152,7 +152,10 @@ def test_rays_exporter_has_the_engines_metrics_by_deployment_and_replica(app, ht
     replicas = {replica["replica_id"] for replica in app.replicas()}
 
     def of_both() -> dict[str, list[dict[str, str]]] | None:
-        found = scraped(app)
+        try:
+            found = scraped(app)
+        except httpx.ConnectError:  # Ray lists an exporter before it listens.
+            return None
         served = {labels["replica"] for labels in found["ray_vllm_generation_tokens_total"]}
         has_router = any(labels["deployment"] == "Ingress" for labels in found["ray_headway_finished_tokens_total"])
         return found if replicas <= served and has_router else None
