@@ -9,10 +9,10 @@ import subprocess
 import sys
 
 MEASUREMENTS = {
-    "step": ("bench.scheduler_step", "cost of an engine step outside the device"),
-    "prefix": ("bench.prefix_hit", "time to first token with and without a prefix hit"),
-    "fairness": ("bench.step_fairness", "effect of a long prefill on running decodes"),
-    "target": ("bench.latency_target", "target_itl_ms under growing load"),
+    "step": ("bench.engine.scheduler_step", "cost of an engine step outside the device"),
+    "prefix": ("bench.engine.prefix_hit", "time to first token with and without a prefix hit"),
+    "fairness": ("bench.engine.step_fairness", "effect of a long prefill on running decodes"),
+    "target": ("bench.baselines.latency_target", "target_itl_ms under growing load"),
     "baselines": ("bench.baselines", "classic batchers compared with continuous batching"),
     "peers": ("bench.peers", "other engines on the same workload"),
 }

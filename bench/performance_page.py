@@ -17,7 +17,8 @@ _INTRODUCTION = """# Performance
 
 The tables are made from the files in `bench/results` by `python -m bench.performance_page > docs/performance.md`. Under
 each stand its command, machine and commit. No measurement here ran on a GPU. Absolute times mean little on machines of
-two cores that have other work too: compare within a table. `bench/results/README.md` says more about each.
+two cores that have other work too: compare within a table. `bench/results/README.md` says more about each, and has the
+present commands of programs that have moved since.
 
 ## Measure a server yourself
 

@@ -195,6 +195,43 @@ def test_packages_see_only_those_below() -> None:
     assert not hidden, f"upward imports: {hidden}"
 
 
+def rooms(name: str, imports: dict[str, tuple[str, ...]]) -> dict[str, set[str]]:
+    """Return the imports between the parts of a folder: those within it, each with all that it holds, and its files."""
+
+    def room(module: str) -> str | None:
+        is_inside = module in FILES and module.startswith(f"{name}.")
+        return f"{name}.{module.removeprefix(f'{name}.').partition('.')[0]}" if is_inside else None
+
+    found: dict[str, set[str]] = {}
+    for module, used in imports.items():
+        if (importer := room(module)) is not None:
+            found.setdefault(importer, set()).update(one for one in map(room, used) if one not in (None, importer))
+    return found
+
+
+def check_rooms(name: str, imports: dict[str, tuple[str, ...]]) -> None:
+    try:
+        TopologicalSorter(rooms(name, imports)).prepare()
+    except CycleError as error:
+        pytest.fail(f"an import runs up between parts of {name}: {' <- '.join(error.args[1])}")
+
+
+LARGE = [name for name in FILES if is_package(name) and any(other.startswith(f"{name}.") for other in FILES)]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_no_import_runs_up_between_the_parts_of_a_folder(name: str) -> None:
+    check_rooms(name, IMPORTS)
+
+
+def test_an_import_that_runs_up_is_found() -> None:
+    """Metrics of HTTP had the counts of jobs as a type of `jobs`, whose execution has the metrics of completions."""
+    page = "serve_app.monitoring.page"
+    upward = {**IMPORTS, page: (*IMPORTS[page], "serve_app.jobs.api.records")}
+    with pytest.raises(pytest.fail.Exception, match="an import runs up between parts of serve_app"):
+        check_rooms("serve_app", upward)
+
+
 def folder_lines() -> str:
     """One line for each folder: its name and the first line of its docstring."""
     lines = {name: (ast.get_docstring(TREES[name]) or "").partition("\n")[0] for name in FILES if is_package(name)}
@@ -209,10 +246,16 @@ def test_the_documented_folders_are_those_of_the_tree() -> None:
     assert listed and listed[1] == folder_lines(), "python -m tests.test_architecture writes them"
 
 
-@pytest.mark.parametrize("name", ["serve_app/jobs", "replicas/model"])
-def test_the_root_of_a_large_folder_stays_small(name: str) -> None:
-    files = [path.name for path in (ROOT / name).iterdir() if path.is_file()]
-    assert len(files) <= MAX_ROOT_FILES, f"{name} has {sorted(files)}; which folder of it do they belong to?"
+def parents_of_folders() -> list[Path]:
+    """Return the folders that have folders."""
+    folders = [path for top in TOPS for path in (ROOT / top, *(ROOT / top).rglob("*")) if path.is_dir()]
+    return sorted({path.parent for path in folders if path.name != "__pycache__"} - {ROOT})
+
+
+@pytest.mark.parametrize("path", parents_of_folders(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_root_of_a_folder_with_folders_stays_small(path: Path) -> None:
+    files = [file.name for file in path.iterdir() if file.is_file() and file.name != "__init__.py"]
+    assert len(files) <= MAX_ROOT_FILES, f"{path} has {sorted(files)}; which folder of it do they belong to?"
 
 
 def num_statements(*packages: str) -> int:

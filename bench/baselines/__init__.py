@@ -1,1 +1,1 @@
-"""Classic ways to batch requests, as policies over Headway's engine, compared with continuous batching."""
+"""Classic ways to batch requests, as policies over Headway's engine, beside its own way and its latency target."""

@@ -19,11 +19,11 @@ from bench.baselines.outcome import EQUAL_STEPS, Outcome, StepCosts, allowed_gai
 from bench.baselines.policies import CONTINUOUS, FixedSize, Limits, methods
 from bench.baselines.serving_loop import StaticBatches, serve_continuously, serve_in_batches
 from bench.baselines.trace import TraceRequest, TraceSpec, make_trace
-from bench.engines import load_runner, make_engine, model_parser
+from bench.engine.engines import load_runner, make_engine, model_parser
+from bench.engine.token_times import TimedEngine, Timeline, TokenTimes
 from bench.peers.engine import PeerRequest
 from bench.peers.transformers_generate import StaticGenerate, load_plain
 from bench.record import cell, ratio, write
-from bench.token_times import TimedEngine, Timeline, TokenTimes
 from replicas.engine.config import EngineLimits
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.loading.options import ModelOptions

@@ -11,8 +11,8 @@ import numpy as np
 
 from bench.baselines.serving_loop import StaticBatches
 from bench.baselines.trace import TraceRequest
+from bench.engine.token_times import StepFigures, TokenTimes
 from bench.record import percentile
-from bench.token_times import StepFigures, TokenTimes
 
 _NUM_GAPS = 24
 _NUM_OUTPUT_TOKENS = 2 * _NUM_GAPS

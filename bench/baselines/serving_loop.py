@@ -9,7 +9,7 @@ from typing import Protocol
 
 from bench.baselines.policies import Policy
 from bench.baselines.trace import TraceRequest
-from bench.token_times import TimedEngine, Timeline, TokenTimes
+from bench.engine.token_times import TimedEngine, Timeline, TokenTimes
 
 _PADDING_TOKEN_ID = 0
 

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 
 import torch
 
-from bench.engines import decode_batch, prefill_batch
+from bench.engine.engines import decode_batch, prefill_batch
 from replicas.engine.batch import LaunchedStep, ModelRunner, ScheduledBatch
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import SamplingParams

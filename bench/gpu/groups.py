@@ -18,7 +18,8 @@ import torch
 import transformers
 from transformers import LlamaConfig, PretrainedConfig
 
-from bench.engines import GREEDY
+from bench.engine.engines import GREEDY
+from bench.engine.models import LLAMA_1B, random_model
 from bench.gpu.device_time import StepTime, measure_decode, measure_prefill, release
 from bench.gpu.items import Group, Item, Outcome, Target
 from bench.gpu.model_checks import (
@@ -30,7 +31,6 @@ from bench.gpu.model_checks import (
     check_sampler,
     check_threads,
 )
-from bench.models import LLAMA_1B, random_model
 from replicas.engine.config import EngineLimits
 from replicas.model.build import build_runner, warm_up
 from replicas.model.loading.options import Device, Dtype, RunnerOptions

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from bench.engines import decode_batch, exact_request, make_engine, pseudo_random_tokens, warm_runner
+from bench.engine.engines import decode_batch, exact_request, make_engine, pseudo_random_tokens, warm_runner
 from bench.gpu.device_time import CudaMark, MarkedRunner, covered_share, num_graphs
 from bench.gpu.mixed_trace import measure_trace
 from bench.record import percentile

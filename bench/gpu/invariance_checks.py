@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bench.engines import make_engine
+from bench.engine.engines import make_engine
 from bench.gpu.model_checks import Check
 from replicas.engine.config import EngineLimits
 from replicas.model.attention.triton import TritonBackend

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from bench.engines import GREEDY
+from bench.engine.engines import GREEDY
+from bench.engine.models import LLAMA_1B, random_model
 from bench.gpu.device_time import NUM_ITERATIONS, measure_decode, median_ms, release
-from bench.models import LLAMA_1B, random_model
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence as EngineSequence

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from bench.engines import make_engine, warm_runner
+from bench.engine.engines import make_engine, warm_runner
 from bench.peers.engine import Events, PeerRequest, mixed_requests
 from bench.peers.headway_engine import run_engine
 from bench.peers.transformers_batching import ContinuousBatching

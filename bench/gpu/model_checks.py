@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bench.engines import make_engine
+from bench.engine.engines import make_engine
 from bench.gpu.device_time import num_graphs
 from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.models import SHAPES, model_directory
+from bench.engine.models import SHAPES, model_directory
 from bench.peers.driver import RESULT
 from bench.peers.registry import Peer, read_peers
 from bench.peers.report import Record, by_engine, plot, table

@@ -6,10 +6,10 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from bench.engines import load_runner, make_engine
+from bench.engine.engines import load_runner, make_engine
+from bench.engine.token_times import TimedEngine, Timeline
 from bench.peers import driver
 from bench.peers.engine import Events, PeerEngine, PeerRequest
-from bench.token_times import TimedEngine, Timeline
 from replicas.engine.config import EngineLimits
 from replicas.engine.engine import Engine
 from replicas.model.loading.options import ModelOptions

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.engine.models import model_directory
 from bench.load.spec import Lengths, Stream
-from bench.models import model_directory
 from bench.routing.report import Options
 from bench.serving import REAL, TIMED, serving
 from testkit.serving.served import Served
@@ -44,7 +44,7 @@ def demo(options: Options, **settings: object) -> AbstractContextManager[Served]
 
 
 def small(options: Options, **settings: object) -> AbstractContextManager[Served]:
-    """Serve the application over a small model with random weights, whose step is mostly arithmetic (`bench.models`).
+    """Serve the application over a small model of random weights, whose step is mostly arithmetic (`engine.models`).
 
     Steps have at most 128 tokens: a step of 512, the default, takes a third of a second on two cores.
     """

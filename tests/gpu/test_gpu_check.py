@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from bench import gpu_check
+from bench.engine.models import random_model
 from bench.gpu import device_time, host_gap, mixed_trace
 from bench.gpu.groups import groups
 from bench.gpu.items import Group, Item, Outcome, OutcomeFile, Target
@@ -22,7 +23,6 @@ from bench.gpu.model_checks import (
     check_sampler,
     check_threads,
 )
-from bench.models import random_model
 from replicas.engine.config import EngineLimits
 from replicas.model.build import build_runner, warm_up
 from replicas.model.loading.options import RunnerOptions

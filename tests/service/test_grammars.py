@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.structured_outputs import DEMO, MODEL, cases, judged
+from bench.structured.structured_outputs import DEMO, MODEL, cases, judged
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions

@@ -25,7 +25,7 @@ from bench.baselines.policies import (
 )
 from bench.baselines.serving_loop import StaticBatches, serve_continuously, serve_in_batches
 from bench.baselines.trace import TraceRequest, TraceSpec, make_trace
-from bench.token_times import StepFigures, TimedEngine, Timeline, TokenTimes
+from bench.engine.token_times import StepFigures, TimedEngine, Timeline, TokenTimes
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.protocol import Band

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from gguf import GGMLQuantizationType
 
-from bench.structured_failover import kill_busiest
+from bench.structured.structured_failover import kill_busiest
 from testkit.limits import LIMIT_S
 from testkit.model.compiled_kernels import need_kernels
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bench.structured_failover import all_streams
+from bench.structured.structured_failover import all_streams
 from serve_app.config import DEMO_MODEL_NAME
 from testkit.model.compiled_kernels import need_kernels
 from testkit.serving.served import serving, wait_for

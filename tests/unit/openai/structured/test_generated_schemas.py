@@ -6,7 +6,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from bench.structured_outputs import reason_of
+from bench.structured.structured_outputs import reason_of
 from replicas.errors import InvalidRequest
 from replicas.text.grammar import GrammarCompiler, GrammarConstraint, json_schema_grammar
 from serve_app.openai.structured.json_schema import EnforceableSchema, Schema, enforceable_schema

@@ -1,4 +1,4 @@
-"""Most chunks a second that the load generator reads: `python -m bench.load_ceiling`.
+"""Most chunks a second that the load generator reads: `python -m bench.server.load_ceiling`.
 
 A trivial server in its own process sends chunks to 32 streams as fast as it can, with one write for each chunk.
 They are read by the client of `headway bench` (aiohttp) and, for comparison, by httpx. The two processes share the

@@ -1,4 +1,4 @@
-"""Pictures of the dashboards for the documents: `python -m bench.dashboard_pictures` writes into docs/images.
+"""Pictures of the dashboards for the documents: `python -m bench.pictures.dashboard_pictures` writes into docs/images.
 
 It serves the demo model with `make serve` and takes pictures with headless Chromium: Headway's dashboard under a load
 of two tenants and a batch after a third replica has been started and one of the three was killed, and Ray's dashboard
@@ -31,7 +31,7 @@ from testkit.serving.batch_calls import line, submit
 from testkit.serving.ray_dashboard import ray_dashboard
 from testkit.serving.served import Served, serving, wait_for
 
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 _OPERATOR = "ops"
 _ARGUMENTS = "max_num_seqs=4 num_threads=1 cpus_per_replica=0.1 target_drain_s=1"
 _MAX_REPLICAS = 3

@@ -86,7 +86,10 @@ class LocalServer:
     def __enter__(self) -> Self:
         """Start the process and wait until it serves."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.local_server"], stdout=subprocess.PIPE, text=True, env=self._environment
+            [sys.executable, "-m", "bench.server.local_server"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self._environment,
         )
         assert self._process.stdout is not None
         self.url = json.loads(self._process.stdout.readline())["url"]

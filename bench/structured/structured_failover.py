@@ -1,4 +1,4 @@
-"""Structured outputs of killed replicas: `python -m bench.structured_failover [--quick]`.
+"""Structured outputs of killed replicas: `python -m bench.structured.structured_failover [--quick]`.
 
 The demo model in float32 on two replicas. 24 streams at temperature 0.9 with seeds, half of them documents of a JSON
 Schema, half required tool calls, are served twice: undisturbed, and with a replica killed by SIGKILL while each of its

@@ -1,4 +1,4 @@
-"""Times of one linear layer in each format of its weight: `python -m bench.linear_layers --threads 2`.
+"""Times of one linear layer in each format of its weight: `python -m bench.engine.linear_layers --threads 2`.
 
 The layer has Qwen2.5-0.5B's sizes. Formats take turns, and the least time of each counts, so that other programs on the
 machine change little. The layer's weight stays in the processor's cache, which flatters the large formats.

@@ -1,6 +1,6 @@
 """Duration of a decode step on CPU, for each way to compute the model, measured in one process.
 
-The models are those of bench/models.py. The ways take turns within a round, so that a disturbance hits them all.
+The models are those of bench/engine/models.py. The ways take turns within a round, so that a disturbance hits them all.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.engines import decode_batch, prefill_batch
-from bench.models import SHAPES, model_directory, with_paged_attention
+from bench.engine.engines import decode_batch, prefill_batch
+from bench.engine.models import SHAPES, model_directory, with_paged_attention
 from bench.record import write
 from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineLimits

@@ -1,4 +1,4 @@
-"""Latency of interactive requests beside bodies that cost much before any queue: `python -m bench.intake_floods`.
+"""Latency of requests beside bodies that cost much before any queue: `python -m bench.server.intake_floods`.
 
 The HTTP application and the demo model run in one process, the clients that send heavy bodies in a second and the
 client whose latency is measured in a third. That one has an interactive key and sends short chats, one after another,
@@ -32,8 +32,8 @@ from typing import Any
 
 import httpx
 
-from bench.local_server import KEYS, LocalServer
 from bench.record import RESULTS, percentile, write
+from bench.server.local_server import KEYS, LocalServer
 from replicas.protocol import Band
 from serve_app.config import DEMO_MODEL_NAME
 from serve_app.openai.request.validation import RequestLimits
@@ -141,7 +141,7 @@ async def flood(url: str, name: str, pause_s: float) -> None:
 
 
 def _client(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "bench.intake_floods", *arguments]
+    command = [sys.executable, "-m", "bench.server.intake_floods", *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

@@ -1,4 +1,4 @@
-"""Accuracy of `target_itl_ms` while the load grows fourfold: `python -m bench.latency_target`.
+"""Accuracy of `target_itl_ms` while the load grows fourfold: `python -m bench.baselines.latency_target`.
 
 One engine with the target and one without, each under Poisson arrivals of mixed lengths at several rates. The promise
 is about the mean gap between two tokens of a sequence: within 20 % of the target if there is enough work to fill the
@@ -16,9 +16,9 @@ from rich.table import Table
 
 from bench.baselines.serving_loop import serve_continuously
 from bench.baselines.trace import TraceSpec, make_trace
-from bench.engines import load_runner, make_engine, model_parser
+from bench.engine.engines import load_runner, make_engine, model_parser
+from bench.engine.token_times import TimedEngine, Timeline
 from bench.record import percentile, write
-from bench.token_times import TimedEngine, Timeline
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions
 from replicas.model.runner import TorchModelRunner

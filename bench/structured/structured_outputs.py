@@ -1,4 +1,4 @@
-"""Validity of structured outputs: `python -m bench.structured_outputs [--schemas 1000]`.
+"""Validity of structured outputs: `python -m bench.structured.structured_outputs [--schemas 1000]`.
 
 Schemas by hand and random ones, of which a part has seeds that are drawn anew in each run, are each sent once to the
 bundled demo model at temperature 1.5, half of them with `strict`. A document that ends must validate with jsonschema
@@ -30,7 +30,7 @@ from serve_app.ingress import IngressSettings
 from testkit.http.local_service import local_service
 from testkit.json_schemas import BY_HAND, Schema, fault_of, random_schema, without
 
-DEMO = Path(__file__).resolve().parents[1] / "replicas" / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "replicas" / "demo"
 MODEL = "demo"
 _MAX_TOKENS = 200
 _NUM_AT_ONCE = 24

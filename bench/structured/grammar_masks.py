@@ -1,4 +1,4 @@
-"""Cost of grammars: `python -m bench.grammar_masks --vocabulary FILE.gguf`.
+"""Cost of grammars: `python -m bench.structured.grammar_masks --vocabulary FILE.gguf`.
 
 1. Masks of 64 sequences with distinct schemas of 10 to 50 properties and a vocabulary of 151,936 tokens, in the threads
    of a replica, at each token of a document; beside the forward pass of shape Q with 64 sequences.
@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from bench.decode_steps import build
-from bench.engines import decode_batch
-from bench.models import model_directory
+from bench.engine.decode_steps import build
+from bench.engine.engines import decode_batch
+from bench.engine.models import model_directory
 from bench.record import percentiles, write
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.sequence import Sequence

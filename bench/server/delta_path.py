@@ -1,18 +1,18 @@
-"""CPU time of one ingress per delta of its streams: `python -m bench.delta_path`.
+"""CPU time of one ingress per delta of its streams: `python -m bench.server.delta_path`.
 
 The real HTTP application and router, in one process, over a replica that gives each stream one delta per step and
 computes nothing. The streams are driven like in an ASGI server, without sockets. A bare floor runs in turn with it: as
 many coroutines that wait for the same steps and send bytes of the same length. The cost above the floor is the path of
 a delta: client adapter, dispatcher, load table, reply format, JSON, middleware.
 
-`python -m bench.delta_path --served [--against CHECKOUT]` serves the application on Ray over an engine that takes a
-GPU's time and computes nothing, here and from another checkout by turns. It prints the processor time per token of the
-ingress, the proxy, and the replica without its engine's thread.
+`python -m bench.server.delta_path --served [--against CHECKOUT]` serves the application on Ray over an engine that
+takes a GPU's time and computes nothing, here and from another checkout by turns. It prints the processor time per token
+of the ingress, the proxy, and the replica without its engine's thread.
 
-`python -m bench.delta_path --served 800 --throughput --ingresses 1 2 --deltas 100 num_replicas=4 cpus_per_replica=0.01
-max_num_seqs=200 step_times=slow-gpu-70b` serves one ingress and two by turns. Every stream must have the same text from
-both. Where the ingresses are the limit, two of them on cores of their own are faster by `speed_up`: twice the processor
-time of a token with one, over that with two.
+`python -m bench.server.delta_path --served 800 --throughput --ingresses 1 2 --deltas 100 num_replicas=4
+cpus_per_replica=0.01 max_num_seqs=200 step_times=slow-gpu-70b` serves one ingress and two by turns. Every stream must
+have the same text from both. Where the ingresses are the limit, two of them on cores of their own are faster by
+`speed_up`: twice the processor time of a token with one, over that with two.
 """
 
 from __future__ import annotations

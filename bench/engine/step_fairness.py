@@ -1,4 +1,4 @@
-"""Effect of a long prefill on running decodes: `python -m bench.step_fairness`.
+"""Effect of a long prefill on running decodes: `python -m bench.engine.step_fairness`.
 
 Eight sequences decode; then a long prompt arrives. Each round measures, in the same process, the gap between two tokens
 of the decodes undisturbed, the same gap while the prompt prefills, and the prefill alone. The promise has two parts.
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from bench.engines import exact_request, load_runner, make_engine, model_parser, pseudo_random_tokens
+from bench.engine.engines import exact_request, load_runner, make_engine, model_parser, pseudo_random_tokens
 from bench.record import percentile, write
 from replicas.engine.config import EngineLimits
 from replicas.engine.engine import Engine

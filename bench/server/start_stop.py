@@ -1,4 +1,4 @@
-"""Times of a start and a stop: `python -m bench.start_stop [MODEL]`, beside a bare Serve application.
+"""Times of a start and a stop: `python -m bench.server.start_stop [MODEL]`, beside a bare Serve application.
 
 The bare application has one replica, whose constructor imports torch, on a cluster with Headway's options. It
 starts and stops with Ray's and Serve's public functions. The two take turns. A start lasts from the start of the
@@ -29,7 +29,7 @@ from testkit.serving.served import answers, end_processes, wait_for
 
 _IDLE_S = 3.0
 _TIMES = ("start_s", "start_cpu_s", "stop_s")
-_BARE = "bench.bare_serve"
+_BARE = "bench.server.bare_serve"
 _HEADWAY = "serve_app.cli.main"
 
 

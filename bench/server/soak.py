@@ -1,4 +1,4 @@
-"""Memory of an ingress under mixed requests for some minutes: `python -m bench.soak --seconds 400`.
+"""Memory of an ingress under mixed requests for some minutes: `python -m bench.server.soak --seconds 400`.
 
 The HTTP application and the demo model run in one process, with these clients: short chats, streamed and whole, of
 which a third disconnects early; bodies of `--body-mb` now and then, of texts, of messages and of token ids. Every ten
@@ -23,8 +23,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from bench.local_server import KEYS, LocalServer
 from bench.record import RESULTS, write
+from bench.server.local_server import KEYS, LocalServer
 from replicas.protocol import Band
 from serve_app.config import DEMO_MODEL_NAME
 

@@ -1,4 +1,4 @@
-"""Picture of a first session for the README: `python -m bench.terminal_picture > docs/images/terminal.svg`.
+"""Picture of a first session for the README: `python -m bench.pictures.terminal_picture > docs/images/terminal.svg`.
 
 It runs the commands against a real server with the default model, and draws what they print.
 """

@@ -1,4 +1,4 @@
-"""Time saved by a prefix hit: `python -m bench.prefix_hit`.
+"""Time saved by a prefix hit: `python -m bench.engine.prefix_hit`.
 
 Requests begin with the same system prompt and end in different questions. In each round a new system prompt comes
 twice: first it is computed, then its blocks are found in the prefix cache. Nothing else runs.
@@ -11,7 +11,7 @@ import random
 import time
 from statistics import median
 
-from bench.engines import exact_request, load_runner, make_engine, model_parser
+from bench.engine.engines import exact_request, load_runner, make_engine, model_parser
 from bench.record import percentile, write
 from replicas.engine.config import EngineLimits
 from replicas.engine.engine import Engine

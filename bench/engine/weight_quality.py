@@ -1,6 +1,6 @@
 """Quality of a model's weights and KV cache in each format: bits per byte of text, share of equal greedy choices.
 
-    python -m bench.weight_quality --checkpoint bf16=model-f16.gguf --checkpoint Q8_0=model-q8_0.gguf \\
+    python -m bench.engine.weight_quality --checkpoint bf16=model-f16.gguf --checkpoint Q8_0=model-q8_0.gguf \\
         --quantization int8 int4 --kv-cache int8 fp8 --rounded GPTQ AWQ
 
 The first checkpoint is the one that the others are compared with. `--quantization` rounds it as it is loaded,

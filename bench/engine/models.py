@@ -23,7 +23,7 @@ from replicas.model.attention.probe import probe_attention
 from replicas.model.layers.optimize import cuda_modules, optimize_model
 from replicas.model.loading.loader import LoadedModel
 
-_DEMO = Path(__file__).resolve().parents[1] / "replicas" / "demo"
+_DEMO = Path(__file__).resolve().parents[2] / "replicas" / "demo"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
 _BIAS_DEVIATION = 0.02

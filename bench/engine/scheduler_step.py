@@ -1,4 +1,4 @@
-"""Cost of an engine step outside the device: `python -m bench.scheduler_step`.
+"""Cost of an engine step outside the device: `python -m bench.engine.scheduler_step`.
 
 The real engine over a runner that computes nothing. The timed work is scheduling the step, applying its results and
 making the deltas. There are two states. In one all running sequences decode. In the other one in twenty ends in each

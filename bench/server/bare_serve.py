@@ -1,4 +1,4 @@
-"""A bare Serve application on a private cluster, for `bench.start_stop`: `python -m bench.bare_serve PORT`."""
+"""A bare Serve application on a private cluster, for `start_stop`: `python -m bench.server.bare_serve PORT`."""
 
 from __future__ import annotations
 

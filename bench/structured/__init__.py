@@ -1,0 +1,1 @@
+"""Structured outputs: validity, cost of their grammars, and replicas that are killed."""
