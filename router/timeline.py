@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
@@ -316,3 +316,13 @@ def _add(seconds: dict[Part, float], duration_s: float, rest: Part, split: Secon
     for part, part_s in split.items():
         seconds[part] += part_s * scale
     seconds[rest] += max(0.0, duration_s - total_s * scale)
+
+
+def slowest_of(timelines: Sequence[Timeline]) -> Timeline:
+    """Return the timeline of the sequence that ended last, or of one that has not ended."""
+    return max(timelines, key=lambda one: float("inf") if one.finished_s is None else one.finished_s)
+
+
+def queued_s(seconds: Seconds) -> float:
+    """Return the time for which a request waited to be computed."""
+    return sum(seconds[part] for part in QUEUED)

@@ -21,7 +21,7 @@ from serve_app.deployments.ingress import Ingress
 from serve_app.deployments.jobs import Jobs
 from serve_app.deployments.model import Model
 from serve_app.deployments.process import MakeFlow, late_binding_flow
-from serve_app.deployments.versions import keep_version, own_version
+from serve_app.deployments.serve_hooks import keep_version, own_version
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from replicas.errors import ServingError
 from replicas.timing.clock import Clock
@@ -35,7 +36,6 @@ from serve_app.http.bodies import BodyReader
 from serve_app.http.exchange import Routes, error_response, exchange_of
 from serve_app.http.exchange_middleware import ExchangeMiddleware, ExchangeObservers
 from serve_app.http.gate import Gate, GateMiddleware
-from serve_app.http.paths import PathMiddleware, allowed_methods
 from serve_app.http.request_registry import RequestRegistry
 from serve_app.http.settings import IngressSettings
 from serve_app.http.unread_bodies import UnreadBodyMiddleware
@@ -163,7 +163,6 @@ def _middleware(settings: IngressSettings, observers: ExchangeObservers, clock: 
             clock=clock,
         ),
         Middleware(WebPageGuard, hosts=settings.allowed_hosts, origins=origins),
-        Middleware(PathMiddleware),
         Middleware(GateMiddleware, gate=gate),
     ]
 
@@ -180,7 +179,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     OPTIONS, which has no route of its own, is answered here with the methods of its path.
     """
     if isinstance(error, HTTPException) and error.status_code == 405 and request.method == "OPTIONS":
-        return Response(status_code=204, headers={"allow": allowed_methods(request)})
+        return Response(status_code=204, headers={"allow": _allowed_methods(request)})
     return error_response(exchange_of(request), _as_error_object(request, error))
 
 
@@ -192,5 +191,16 @@ def _as_error_object(request: Request, error: Exception) -> Exception:
     if error.status_code == 404:
         return route_not_found(method, path)
     if error.status_code == 405:
-        return method_not_allowed(method, path, allowed_methods(request))
+        return method_not_allowed(method, path, _allowed_methods(request))
     return http_failure(error.status_code, error.detail, list((error.headers or {}).items()))
+
+
+def _allowed_methods(request: Request) -> str:
+    """Return the value of the header `Allow` for a request's path, which has a route."""
+    methods = {"OPTIONS"}
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    if "GET" in methods:
+        methods.add("HEAD")
+    return ", ".join(sorted(methods))

@@ -17,10 +17,10 @@ PRODUCT = ("serve_app", "router", "replicas")
 BY_TEXT = {"serve_app/cli/server/haproxy.py"}
 
 
-def documented() -> dict[str, str]:
-    """Return the private part of each hook in the document, by file."""
+def documented() -> list[tuple[str, str]]:
+    """Return the file and the private part of each hook in the document."""
     text = (ROOT / "docs" / "architecture.md").read_text().partition("## Hooks into Ray Serve")[2].partition("\n## ")[0]
-    return dict(re.findall(r"^\| `(\S+\.py)` \| `([^`]+)`", text, re.MULTILINE))
+    return re.findall(r"^\| `(\S+\.py)` \| `([^`]+)`", text, re.MULTILINE)
 
 
 def private_parts(source: Path) -> set[str]:
@@ -51,10 +51,10 @@ def test_the_hooks_were_made_for_this_version() -> None:
 def test_the_table_names_every_hook() -> None:
     sources = [source for package in PRODUCT for source in sorted((ROOT / package).rglob("*.py"))]
     hooked = {str(source.relative_to(ROOT)) for source in sources if private_parts(source)}
-    assert hooked | BY_TEXT == documented().keys()
+    assert hooked | BY_TEXT == {file for file, _ in documented()}
 
 
 @pytest.mark.parametrize("owner", [constants, replica, Deployment("", DeploymentConfig(), None, _internal=True)])
 def test_the_private_parts_are_there(owner: object) -> None:
-    names = {name.rpartition(".")[2] for name in documented().values()}
+    names = {name.rpartition(".")[2] for _, name in documented()}
     assert any(hasattr(owner, name) for name in names)

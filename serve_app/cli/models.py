@@ -72,6 +72,6 @@ def _directory_of(model: str) -> str:
         from serve_app.models.gguf import local_checkpoint
 
         return local_checkpoint(model)
-    from serve_app.models.hub import download
+    from serve_app.models.cache import download
 
     return download(model)

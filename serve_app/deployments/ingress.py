@@ -13,7 +13,6 @@ from ray.serve.handle import DeploymentHandle
 from replicas.timing.clock import Clock
 from router.scaling.autoscaling import ReplicaBounds
 from router.scaling.ingress_load import INGRESS_LOAD, IngressLoadMeter
-from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import (
     MakeFlow,
     Routing,
@@ -21,6 +20,7 @@ from serve_app.deployments.process import (
     this_replica_id,
     without_collection,
 )
+from serve_app.deployments.serve_hooks import listen_on_loopback
 from serve_app.http.gate import Gate
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.client import ServeJobs

@@ -16,7 +16,6 @@ from ray.serve.handle import DeploymentHandle
 from replicas.protocol import Metric
 from replicas.timing.clock import Clock
 from router.scaling.autoscaling import ReplicaBounds
-from serve_app.deployments.loopback import listen_on_loopback
 from serve_app.deployments.process import (
     MakeFlow,
     Routing,
@@ -24,6 +23,7 @@ from serve_app.deployments.process import (
     this_replica_id,
     without_collection,
 )
+from serve_app.deployments.serve_hooks import listen_on_loopback
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answers_service_calls
 from serve_app.jobs.webhooks.addresses import AllowedHosts

@@ -20,8 +20,7 @@ from serve_app.http.exchange import caller_of, content_length
 from serve_app.http.settings import IngressSettings
 from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.caller import WorkOwner
-from serve_app.openai.request.parsing import BodyT
-from serve_app.openai.request.reading import check_beginning, read_body, read_fields
+from serve_app.openai.request.parsing import BodyT, check_beginning, read_body, read_fields
 from serve_app.openai.request.sizes import JsonSize
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.openai.tokenize.worker_threads import WorkerThreads

@@ -1,10 +1,12 @@
-"""HTTP exchange: the state of a request and its response."""
+"""HTTP exchange: the state of a request and its response, and its cancellation by another request."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from pydantic_core import to_json
@@ -12,14 +14,13 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.timeline import Part, Timeline
+from replicas.errors import RequestAborted
+from router.timeline import Part, Timeline, queued_s
 from router.types import Headroom
 from serve_app.errors import ErrorReply, is_expected, reply_to
-from serve_app.http.cancellation import Cancellation
 from serve_app.keys.authenticator import ANONYMOUS, Principal
 from serve_app.keys.rate_limits import KeyUse
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
-from serve_app.openai.reply.request_metrics import queued_s
 from serve_app.openai.request.caller import Caller
 from serve_app.tracing.context import TraceContext
 from serve_app.tracing.tracer import Trace
@@ -37,6 +38,37 @@ _LENGTH = re.compile(r"[0-9]{1,18}")
 QUIET_HANDLERS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/load", "/dashboard/events"})
 """Routes that are polled or read all the time: logged at debug level only, and not in the HTTP metrics, as in vLLM.
 There the 503 of a model that loads or drains would look like failed requests."""
+
+
+class Cancellation:
+    """Cancellation of a request's work, which `within` interrupts; it is used on one event loop."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._limit: asyncio.Timeout | None = None
+
+    def request(self) -> None:
+        """Interrupt the work now; work that begins later is interrupted at once."""
+        self.is_requested = True
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    @contextlib.asynccontextmanager
+    async def within(self) -> AsyncIterator[None]:
+        """Run work that may be interrupted; one at a time.
+
+        Raises:
+            RequestAborted: the work was interrupted.
+        """
+        try:
+            async with asyncio.timeout(0 if self.is_requested else None) as self._limit:
+                yield
+        except TimeoutError:
+            if self._limit is None or not self._limit.expired():
+                raise
+            raise RequestAborted("the request was cancelled") from None
+        finally:
+            self._limit = None
 
 
 @dataclass(slots=True)

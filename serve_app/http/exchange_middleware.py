@@ -1,4 +1,4 @@
-"""Middleware of every HTTP exchange: its ids, log lines and metrics, and an answer to every request."""
+"""Middleware of every HTTP exchange: its ids, path, log lines and metrics, and an answer to every request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class ExchangeObservers:
 
 
 class ExchangeMiddleware:
-    """Middleware that opens an exchange for each request, answers errors, and logs and counts the finished exchange."""
+    """Middleware that opens an exchange for each request, answers errors, and logs and counts the finished exchange.
+
+    A path with a trailing slash is served like the path without it, and HEAD like GET, without the body.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,9 @@ class ExchangeMiddleware:
             return
         headers = Headers(scope=scope)
         exchange = self._open(scope, headers)
-        scope = {**scope, SCOPE_KEY: exchange}  # a copy: the server reads the method of its own
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        # a copy: the server reads the method of its own
+        scope = {**scope, SCOPE_KEY: exchange, "method": method, "path": _without_slash(scope)}
         response_send = self._counting_send(exchange, headers, send)
         try:
             await self._app(scope, _counting_receive(exchange, receive), response_send)
@@ -177,6 +182,14 @@ class ExchangeMiddleware:
             "slow request: %.3f s, of them %.3f s %s", duration_s, seconds[part], part.value,
             extra={"request_id": exchange.request_id, "duration_s": round(duration_s, 6), "slowest_part": part.value},
         )  # fmt: skip
+
+
+def _without_slash(scope: Scope) -> str:
+    """Return the path without a slash at its end; a slash that is percent-encoded belongs to an id and stays."""
+    path: str = scope["path"]
+    raw_path: bytes = scope.get("raw_path") or path.encode()
+    has_slash = len(path) > 1 and path.endswith("/") and raw_path.endswith(b"/")
+    return path[:-1] if has_slash else path
 
 
 def _counting_receive(exchange: Exchange, receive: Receive) -> Receive:

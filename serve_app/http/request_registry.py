@@ -13,7 +13,7 @@ from serve_app.errors import request_id_ambiguous, request_not_cancellable, requ
 from serve_app.http.exchange import CLIENT_CLOSED, Exchange
 from serve_app.keys.authenticator import Principal
 from serve_app.openai.reply.format import JsonObject
-from serve_app.openai.reply.request_view import RequestView
+from serve_app.openai.reply.prepared_completion import RequestView
 from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.schema import GenerationBody
 

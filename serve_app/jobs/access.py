@@ -5,15 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from serve_app.jobs.api.records import (
-    BatchKind,
-    BatchRecord,
-    JobsService,
-    JobsSettings,
-    UnknownBatch,
-    UnknownFile,
-    UnknownJob,
-)
+from serve_app.jobs.api.errors import UnknownBatch, UnknownFile, UnknownJob
+from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsService, JobsSettings
 from serve_app.jobs.files.store import FileStore
 from serve_app.jobs.webhooks.guard import WebhookGuard
 

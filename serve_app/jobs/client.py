@@ -15,9 +15,9 @@ from ray.serve.handle import DeploymentHandle
 from replicas.errors import NoReplicaAvailable, ServingError, is_cancelled
 from replicas.protocol import Metric, MetricKind
 from router.serve_router import HANDLE_ERRORS, in_own_context
+from serve_app.jobs.api.errors import BatchNotCancellable, UnknownFile
 from serve_app.jobs.api.records import (
     BatchKind,
-    BatchNotCancellable,
     BatchRecord,
     BatchStats,
     FileRecord,
@@ -29,7 +29,6 @@ from serve_app.jobs.api.records import (
     Page,
     PageRequest,
     Submission,
-    UnknownFile,
     new_batch_id,
 )
 from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport

@@ -10,8 +10,8 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from replicas.protocol import Metric
+from serve_app.jobs.api.errors import StorageUnavailable
 from serve_app.jobs.api.records import BatchProgress, BatchStatus, LineStatus
-from serve_app.jobs.api.storage import StorageUnavailable
 from serve_app.jobs.execution.line_queue import LineQueue
 from serve_app.jobs.execution.line_runner import LineRunner
 from serve_app.jobs.execution.planning import LineCapacity

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
-from huggingface_hub import CachedRepoInfo, CacheNotFound, HFCacheInfo, scan_cache_dir
+from huggingface_hub import CachedRepoInfo, CacheNotFound, HFCacheInfo, scan_cache_dir, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from replicas.errors import ModelLoadError
+from replicas.text.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
 from serve_app.models.default_model import DEFAULT_MODEL_NAME
 from serve_app.models.gguf import MODELS_DIRECTORY
 
@@ -28,6 +31,22 @@ class CachedModel:
     """Last read of one of its files, unix seconds, as exact as the file system records it."""
     remove: Callable[[], None]
     """Removes it from the disk."""
+
+
+def download(hub_id: str) -> str:
+    """Download a model with progress bars and return its directory; what is there already is not fetched again.
+
+    Raises:
+        ModelLoadError: there is no such model, or it cannot be downloaded.
+    """
+    try:
+        return snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=UNUSED_HUB_FILES)
+    except HFValidationError as error:
+        raise ModelLoadError(f"{hub_id!r} is neither a directory nor a hub id: {error}") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelLoadError(f"{hub_id!r} is no directory here, and the hub cannot be reached") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelLoadError(f"{hub_id!r} cannot be downloaded: {str(error).strip().splitlines()[0]}") from error
 
 
 def cached_models(directory: Path = MODELS_DIRECTORY, hub_directory: Path | None = None) -> list[CachedModel]:

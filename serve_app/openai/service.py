@@ -26,8 +26,8 @@ from serve_app.openai.reply.format import (
     ReplyFormat,
     ReplyHead,
     fingerprint_of,
+    json_in_pieces,
 )
-from serve_app.openai.reply.json_pieces import json_in_pieces
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.reply.request_metrics import request_metrics
 from serve_app.openai.request.caller import Caller, WorkOwner, tier_of

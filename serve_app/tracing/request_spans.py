@@ -9,9 +9,8 @@ from itertools import groupby
 from opentelemetry.trace import Span, SpanKind
 from pydantic_core import to_json
 
-from router.timeline import QUEUED, Interval, Part, Placed, Seconds, Timeline
+from router.timeline import QUEUED, Interval, Part, Placed, Seconds, Timeline, queued_s
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
-from serve_app.openai.reply.request_metrics import queued_s
 from serve_app.openai.request.schema import GenerationBody
 from serve_app.tracing.tracer import Attributes, SpanTimes, Trace
 

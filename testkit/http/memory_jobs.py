@@ -11,15 +11,13 @@ from typing import Any, TypeVar
 
 from replicas.errors import InvalidRequest, ServingError
 from serve_app.jobs.access import JobsAccess
+from serve_app.jobs.api.errors import BatchNotCancellable, FileInUse, IdempotencyKeyInUse, UnknownBatch, UnknownFile
 from serve_app.jobs.api.records import (
     BatchKind,
-    BatchNotCancellable,
     BatchRecord,
     BatchStats,
     BatchStatus,
-    FileInUse,
     FileRecord,
-    IdempotencyKeyInUse,
     JobsCounts,
     JobsSettings,
     LineRecord,
@@ -29,8 +27,6 @@ from serve_app.jobs.api.records import (
     PageRequest,
     RequestCounts,
     Submission,
-    UnknownBatch,
-    UnknownFile,
 )
 from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 from serve_app.jobs.webhooks.addresses import AllowedHosts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
-from serve_app.jobs.api.records import UnknownFile
+from serve_app.jobs.api.errors import UnknownFile
 
 
 @dataclass

@@ -68,7 +68,7 @@ def _directory_of(model: str) -> str:
         return str(path)
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ModelLoadError(f"there is no directory {model}")
-    from serve_app.models.hub import download  # only here, since its import takes a while
+    from serve_app.models.cache import download  # only here, since its import takes a while
 
     return download(model)
 

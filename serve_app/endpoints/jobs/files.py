@@ -14,7 +14,8 @@ from serve_app.http.bodies import FORM_BYTES, Upload, boundary_of
 from serve_app.http.exchange import Routes, content_length, exchange_of, json_response, tenant_of
 from serve_app.http.streaming import ByteStream
 from serve_app.jobs.access import checked_file_id
-from serve_app.jobs.api.records import FileRecord, PageRequest, UnknownFile, new_id
+from serve_app.jobs.api.errors import UnknownFile
+from serve_app.jobs.api.records import FileRecord, PageRequest, new_id
 from serve_app.openai.request.job_schema import FileListQuery, UploadForm
 from serve_app.openai.request.parsing import parse_body
 

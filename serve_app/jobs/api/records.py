@@ -10,7 +10,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from prometheus_client.metrics_core import Metric as Family
 
-from replicas.errors import ErrorKind, ServingError
 from replicas.protocol import Band, Metric
 from replicas.settings import check_bounds, setting
 from serve_app.jobs.api.new_lines import NewLines
@@ -264,47 +263,6 @@ def new_id(kind: str) -> str:
 def new_batch_id(kind: BatchKind) -> str:
     """Return an id for a new batch or job."""
     return new_id("job" if kind is BatchKind.JOB else "batch")
-
-
-class UnknownFile(ServingError):
-    """Error for a file that does not exist or belongs to another tenant."""
-
-    kind = ErrorKind.NOT_FOUND
-    code = "file_not_found"
-
-
-class UnknownBatch(ServingError):
-    """Error for a batch or job that does not exist or belongs to another tenant."""
-
-    kind = ErrorKind.NOT_FOUND
-    code = "batch_not_found"
-
-
-class UnknownJob(UnknownBatch):
-    """Error for a job that does not exist or belongs to another tenant."""
-
-    code = "job_not_found"
-
-
-class FileInUse(ServingError):
-    """Refusal to delete the input file of a batch that is not final."""
-
-    kind = ErrorKind.CONFLICT
-    code = "file_in_use"
-
-
-class IdempotencyKeyInUse(ServingError):
-    """Refusal of an idempotency key that was used before with another body."""
-
-    kind = ErrorKind.CONFLICT
-    code = "idempotency_key_in_use"
-
-
-class BatchNotCancellable(ServingError):
-    """Refusal to cancel a batch that is final."""
-
-    kind = ErrorKind.CONFLICT
-    code = "batch_not_cancellable"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from router.timeline import Timeline
 from serve_app.jobs.api.records import JsonObject
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
 from serve_app.jobs.storage.rows.batch_queue import OpenBatch
-from serve_app.openai.reply.prepared_completion import PreparedCompletion
-from serve_app.openai.reply.request_view import RequestView
+from serve_app.openai.reply.prepared_completion import PreparedCompletion, RequestView
 from serve_app.openai.request.caller import WorkOwner
 from serve_app.tracing.tracer import Moment, Trace
 

@@ -17,8 +17,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from replicas.timing.clock import Clock
-from serve_app.jobs.api.records import UnknownFile
-from serve_app.jobs.api.storage import storage_error_of
+from serve_app.jobs.api.errors import UnknownFile, storage_error_of
 
 PART_BYTES = 2**20
 """Most bytes of one read or write."""

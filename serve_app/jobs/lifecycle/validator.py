@@ -10,8 +10,9 @@ from itertools import islice
 
 from sqlalchemy import Connection
 
+from serve_app.jobs.api.errors import UnknownFile
 from serve_app.jobs.api.new_lines import NewLine
-from serve_app.jobs.api.records import BatchError, BatchStatus, UnknownFile
+from serve_app.jobs.api.records import BatchError, BatchStatus
 from serve_app.jobs.lifecycle.input_file import InvalidFile, LineChecker, RawLine, split_lines
 from serve_app.jobs.lifecycle.line_size import sized
 from serve_app.jobs.storage.batch_states import begin_batch, fail_batch, still_owns

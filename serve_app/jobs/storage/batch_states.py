@@ -20,7 +20,8 @@ from typing import Any
 from pydantic_core import to_json
 from sqlalchemy import ColumnElement, Connection, bindparam, select, update
 
-from serve_app.jobs.api.records import BatchError, BatchKind, BatchNotCancellable, BatchStatus, FileRecord, new_id
+from serve_app.jobs.api.errors import BatchNotCancellable
+from serve_app.jobs.api.records import BatchError, BatchKind, BatchStatus, FileRecord, new_id
 from serve_app.jobs.storage.deliveries import enqueue_delivery
 from serve_app.jobs.storage.ownership import is_alive
 from serve_app.jobs.storage.rows.batches import FINAL, BatchRow, get_batch, lock_batches

@@ -6,7 +6,8 @@ from pydantic_core import to_json
 from sqlalchemy import Connection, insert, select
 
 from replicas.errors import InvalidRequest, Overloaded
-from serve_app.jobs.api.records import BatchKind, BatchStatus, IdempotencyKeyInUse, JobsSettings, NewBatch, Submission
+from serve_app.jobs.api.errors import IdempotencyKeyInUse
+from serve_app.jobs.api.records import BatchKind, BatchStatus, JobsSettings, NewBatch, Submission
 from serve_app.jobs.storage.batch_states import new_batch_values
 from serve_app.jobs.storage.lines import LineRow, add_lines, refresh_statistics
 from serve_app.jobs.storage.rows.batches import (

@@ -6,9 +6,11 @@ import codecs
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from pydantic_core import to_json
 
 from replicas.protocol import FinishReason, ModelCard, PositionLogprobs, TokenDelta, TokenLogprob, Usage
 from serve_app.openai.reply.chat_choice import ChatChoice
@@ -22,6 +24,8 @@ ResultT = TypeVar("ResultT")
 
 MIN_LOGPROB = -9999.0
 """Log probability shown for a probability of zero, as in OpenAI's API: JSON has no infinity."""
+_ITEMS_PER_PIECE = 256
+"""Items of a list in one piece of its JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,3 +402,27 @@ def _ranked(position: PositionLogprobs, num_top: int, token_text: TokenText) -> 
 def shown_logprob(logprob: float) -> float:
     """Return a log probability that JSON can express, at least `MIN_LOGPROB`."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
+
+
+def json_in_pieces(value: object) -> bytes:
+    """Return a value as JSON, written in pieces between which other threads may run: one call would hold the GIL."""
+    return b"".join(_pieces(value))
+
+
+def _pieces(value: object) -> Iterator[bytes]:
+    if isinstance(value, dict) and value:
+        for index, (name, item) in enumerate(value.items()):
+            yield (b"," if index else b"{") + to_json(name) + b":"
+            yield from _pieces(item)
+        yield b"}"
+    elif isinstance(value, list) and len(value) > _ITEMS_PER_PIECE:
+        for start in range(0, len(value), _ITEMS_PER_PIECE):
+            yield (b"," if start else b"[") + to_json(value[start : start + _ITEMS_PER_PIECE])[1:-1]
+        yield b"]"
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, item in enumerate(value):
+            yield b"," if index else b"["
+            yield from _pieces(item)
+        yield b"]"
+    else:
+        yield to_json(value)

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from router.timeline import QUEUED, Part, Seconds, Timeline
+from router.timeline import Part, Timeline, queued_s
 
 _PARTS = tuple((part, part.value) for part in Part)
-
-
-def slowest_of(timelines: Sequence[Timeline]) -> Timeline:
-    """Return the timeline of the sequence that ended last, or of one that has not ended."""
-    return max(timelines, key=lambda each: float("inf") if each.finished_s is None else each.finished_s)
-
-
-def queued_s(seconds: Seconds) -> float:
-    """Return the time for which a request waited to be computed."""
-    return sum(seconds[part] for part in QUEUED)
 
 
 def request_metrics(timeline: Timeline, now: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parsing of a body's bytes into its schema; every error is an InvalidRequest that names the field."""
+"""Parsing of a body's bytes, within the limits, into its schema; every InvalidRequest names the field."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pydantic_core import ErrorDetails, from_json
 from replicas.errors import InvalidRequest
 from serve_app.errors import shortened, shown
 from serve_app.openai.request.body import CONFLICT, INVALID, MISSING, UNSUPPORTED, IgnoredValues, without_ignored
+from serve_app.openai.request.sizes import check_fields, check_json
+from serve_app.openai.request.validation import RequestLimits
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -46,6 +48,37 @@ _REPLACED = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("json",
 
 _MAX_NAMES = 10
 """Most fields that one error names."""
+
+
+def check_beginning(parts: Sequence[bytes], limits: RequestLimits) -> None:
+    """Refuse a JSON body whose first parts have more values than are accepted.
+
+    Raises:
+        InvalidRequest: naming the limit and the value.
+    """
+    check_json(b"".join(parts), limits)
+
+
+def read_fields(parts: Sequence[bytes], limits: RequestLimits) -> dict[str, object]:
+    """Return the fields of a JSON body that came in parts.
+
+    Raises:
+        InvalidRequest: the body is not a JSON object, or has too many values.
+    """
+    data = b"".join(parts)
+    check_json(data, limits)
+    fields = parse_json(data)
+    check_fields(fields, limits)
+    return fields
+
+
+def read_body(schema: type[BodyT], ignored: IgnoredValues, limits: RequestLimits, parts: Sequence[bytes]) -> BodyT:
+    """Return a JSON body as a `schema`; a field in `ignored` is accepted with the values listed there.
+
+    Raises:
+        InvalidRequest: the body is not a JSON object, has too many values, or does not match the schema.
+    """
+    return parse_body(schema, read_fields(parts, limits), ignored)
 
 
 def parse_json(data: bytes) -> dict[str, object]:

@@ -13,7 +13,7 @@ from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
 from serve_app.app import build
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.versions import own_version
+from serve_app.deployments.serve_hooks import own_version
 from serve_app.settings.by_band import BandQueues, BandTargets, BandWaits, QueueLimit
 
 
@@ -55,7 +55,7 @@ def test_another_number_of_jobs_workers_replaces_none() -> None:
 
 def test_the_version_is_the_same_in_every_process() -> None:
     program = (
-        "from serve_app.config import HeadwayConfig as C; from serve_app.deployments.versions import own_version;"
+        "from serve_app.config import HeadwayConfig as C; from serve_app.deployments.serve_hooks import own_version;"
         "print([own_version(each) for each in (C().model_process(), C().ingress_process(), C().jobs_process())])"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7"}

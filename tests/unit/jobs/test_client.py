@@ -18,18 +18,9 @@ from ray.serve.exceptions import RayServeException
 
 from replicas.errors import NoReplicaAvailable, Overloaded, ServingError
 from replicas.protocol import Metric, MetricKind
+from serve_app.jobs.api.errors import BatchNotCancellable, UnknownBatch, UnknownFile
 from serve_app.jobs.api.new_lines import NewLine, NewLines
-from serve_app.jobs.api.records import (
-    BatchKind,
-    BatchNotCancellable,
-    BatchStatus,
-    FileRecord,
-    JobsCounts,
-    JobsService,
-    PageRequest,
-    UnknownBatch,
-    UnknownFile,
-)
+from serve_app.jobs.api.records import BatchKind, BatchStatus, FileRecord, JobsCounts, JobsService, PageRequest
 from serve_app.jobs.client import ServeJobs, answers_service_calls
 from serve_app.jobs.metrics import storage_metric
 from testkit.jobs.database_worlds import new_batch

@@ -17,6 +17,7 @@ from replicas.errors import (
 )
 from replicas.protocol import Band
 from replicas.timing.clock import Clock
+from serve_app.jobs.api.errors import UnknownFile
 from serve_app.jobs.api.records import (
     BatchKind,
     BatchRecord,
@@ -28,7 +29,6 @@ from serve_app.jobs.api.records import (
     NewBatch,
     PageRequest,
     RequestCounts,
-    UnknownFile,
 )
 from testkit.jobs.database_worlds import ENDPOINT, MODEL, body, new_batch
 from testkit.jobs.jobs_process import Process, ScriptedCompletions, jobs_process

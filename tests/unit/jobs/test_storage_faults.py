@@ -14,8 +14,8 @@ import pytest
 from sqlalchemy import text
 
 from serve_app.jobs import runtime as runtime_module
+from serve_app.jobs.api.errors import StorageUnavailable
 from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsSettings
-from serve_app.jobs.api.storage import StorageUnavailable
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.storage.schema.database import Database
 from testkit.jobs.database_worlds import MODEL, new_batch

@@ -17,15 +17,8 @@ import pytest
 from sqlalchemy import select
 
 from replicas.protocol import Band
-from serve_app.jobs.api.records import (
-    BatchKind,
-    BatchNotCancellable,
-    BatchRecord,
-    BatchStatus,
-    FileRecord,
-    JobsSettings,
-    RequestCounts,
-)
+from serve_app.jobs.api.errors import BatchNotCancellable
+from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, FileRecord, JobsSettings, RequestCounts
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.lifecycle.line_size import sized
 from serve_app.jobs.storage.lines import new_rows

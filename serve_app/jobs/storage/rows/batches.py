@@ -9,6 +9,7 @@ from pydantic_core import from_json
 from sqlalchemy import Connection, Row, Select, bindparam, delete, func, select
 
 from replicas.protocol import Band
+from serve_app.jobs.api.errors import UnknownBatch
 from serve_app.jobs.api.records import (
     BatchError,
     BatchKind,
@@ -20,7 +21,6 @@ from serve_app.jobs.api.records import (
     Page,
     PageRequest,
     RequestCounts,
-    UnknownBatch,
 )
 from serve_app.jobs.storage.schema.tables import batches, deliveries, idempotency_keys, lines, read_page
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, delete, insert, or_, select
 
-from serve_app.jobs.api.records import BatchStatus, FileInUse, FileRecord, Page, PageRequest, UnknownFile
+from serve_app.jobs.api.errors import FileInUse, UnknownFile
+from serve_app.jobs.api.records import BatchStatus, FileRecord, Page, PageRequest
 from serve_app.jobs.storage.rows.batches import UNFINISHED
 from serve_app.jobs.storage.schema.tables import batches, files, files_to_delete, read_page
 

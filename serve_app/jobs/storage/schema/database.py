@@ -21,8 +21,8 @@ from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError, SQLAlchemyError
 
 from replicas.timing.clock import Clock
+from serve_app.jobs.api.errors import StorageUnavailable, storage_error_of, storage_unavailable
 from serve_app.jobs.api.records import JobsSettings
-from serve_app.jobs.api.storage import StorageUnavailable, storage_error_of, storage_unavailable
 from serve_app.jobs.files.store import FileStore
 
 ResultT = TypeVar("ResultT")

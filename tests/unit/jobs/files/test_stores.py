@@ -14,7 +14,7 @@ import fsspec
 import pytest
 
 from replicas.timing.clock import Clock
-from serve_app.jobs.api.records import UnknownFile
+from serve_app.jobs.api.errors import UnknownFile
 from serve_app.jobs.files.store import PART_BYTES, FileStore, FsspecStore, in_parts_of
 
 MIB = 2**20

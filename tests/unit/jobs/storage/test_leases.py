@@ -6,8 +6,9 @@ import pytest
 from sqlalchemy import select
 
 from replicas.protocol import Band
+from serve_app.jobs.api.errors import BatchNotCancellable
 from serve_app.jobs.api.new_lines import NewLine, NewLines
-from serve_app.jobs.api.records import BatchKind, BatchNotCancellable, BatchStatus, LineStatus
+from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus
 from serve_app.jobs.storage.batch_states import cancel_batch, expire_batches
 from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.lines import end_lines, release_lines

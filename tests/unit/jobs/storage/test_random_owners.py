@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.jobs.api.records import BatchKind, BatchNotCancellable, BatchStatus, FileRecord, LineStatus
+from serve_app.jobs.api.errors import BatchNotCancellable
+from serve_app.jobs.api.records import BatchKind, BatchStatus, FileRecord, LineStatus
 from serve_app.jobs.lifecycle.finalizer import Finalizer
 from serve_app.jobs.lifecycle.validator import OwnershipLost, Validator
 from serve_app.jobs.storage.batch_states import CLOSING, cancel_batch, expire_batches

@@ -7,17 +7,8 @@ from typing import Any
 import pytest
 
 from replicas.errors import InvalidRequest, Overloaded
-from serve_app.jobs.api.records import (
-    BatchKind,
-    BatchStatus,
-    FileInUse,
-    FileRecord,
-    IdempotencyKeyInUse,
-    JobsSettings,
-    PageRequest,
-    UnknownBatch,
-    UnknownFile,
-)
+from serve_app.jobs.api.errors import FileInUse, IdempotencyKeyInUse, UnknownBatch, UnknownFile
+from serve_app.jobs.api.records import BatchKind, BatchStatus, FileRecord, JobsSettings, PageRequest
 from serve_app.jobs.execution.throughput import ThroughputEstimator
 from serve_app.jobs.lifecycle.state_loops import BatchEvents
 from serve_app.jobs.service import SqlJobsService

@@ -19,7 +19,7 @@ import serve_app.openai.tokenize.work_process as module
 from replicas.errors import InvalidRequest, NoReplicaAvailable, ServingError
 from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.conversation import MessageList
-from serve_app.openai.request.reading import read_body
+from serve_app.openai.request.parsing import read_body
 from serve_app.openai.request.schema import (
     CHAT_IGNORED,
     COMPLETION_IGNORED,

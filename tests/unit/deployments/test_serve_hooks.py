@@ -5,7 +5,7 @@ import psutil
 import pytest
 from ray.serve._private import replica as serve_replica
 
-from serve_app.deployments.loopback import on_address
+from serve_app.deployments.serve_hooks import on_address
 
 
 @pytest.mark.parametrize(("address", "expected"), [("127.0.0.1", "::ffff:127.0.0.1"), ("::1", "::1")])

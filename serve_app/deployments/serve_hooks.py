@@ -1,14 +1,16 @@
-"""Versions of deployments: a deployment's replicas are replaced only if its own arguments or the code have changed."""
+"""Hooks into Serve 2.60, for what it has no setting: versions of single deployments, and gRPC servers on loopback."""
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 from pathlib import Path
 from typing import Any
 
 import ray
 from pydantic_core import to_json
 from ray import serve
+from ray.serve._private import replica as serve_replica
 
 from serve_app.settings.processes import IngressProcess, JobsProcess, ModelProcess
 
@@ -43,3 +45,28 @@ def keep_version(deployment: serve.Deployment, version: str) -> serve.Deployment
 
     config.__class__ = OwnVersion
     return deployment
+
+
+def listen_on_loopback() -> None:
+    """Have Serve open the gRPC server of this process on the node's address, if that is a loopback address.
+
+    Serve opens it on all addresses, for calls from other deployments. On a private cluster every node is on loopback,
+    and nobody else has to reach it. Call it in the constructor of a deployment: Serve opens the server after it.
+
+    Raises:
+        AttributeError: Serve no longer opens its server through the function that is replaced here.
+    """
+    address = ray.util.get_node_ip_address()
+    if ipaddress.ip_address(address).is_loopback:
+        serve_replica.add_port_to_grpc_server = on_address(address, serve_replica.add_port_to_grpc_server)
+
+
+def on_address(address: str, add_port: Any) -> Any:
+    """Return Serve's function that gives a server a port, for this address in place of all."""
+    host = f"[{address}]" if ":" in address else address
+
+    def add_port_on_address(server: Any, everywhere: str) -> int:
+        port: int = add_port(server, f"{host}:{everywhere.rpartition(':')[2]}")
+        return port
+
+    return add_port_on_address

@@ -1,4 +1,4 @@
-"""Failure of the storage of jobs: a disk that is full, read-only or damaged, or a database that does not answer."""
+"""Errors of files, batches and jobs, also of their storage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,47 @@ from replicas.errors import ErrorKind, ServingError
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FULL_RETRY_S = 30.0
 _RETRY_S = 5.0
+
+
+class UnknownFile(ServingError):
+    """Error for a file that does not exist or belongs to another tenant."""
+
+    kind = ErrorKind.NOT_FOUND
+    code = "file_not_found"
+
+
+class UnknownBatch(ServingError):
+    """Error for a batch or job that does not exist or belongs to another tenant."""
+
+    kind = ErrorKind.NOT_FOUND
+    code = "batch_not_found"
+
+
+class UnknownJob(UnknownBatch):
+    """Error for a job that does not exist or belongs to another tenant."""
+
+    code = "job_not_found"
+
+
+class FileInUse(ServingError):
+    """Refusal to delete the input file of a batch that is not final."""
+
+    kind = ErrorKind.CONFLICT
+    code = "file_in_use"
+
+
+class IdempotencyKeyInUse(ServingError):
+    """Refusal of an idempotency key that was used before with another body."""
+
+    kind = ErrorKind.CONFLICT
+    code = "idempotency_key_in_use"
+
+
+class BatchNotCancellable(ServingError):
+    """Refusal to cancel a batch that is final."""
+
+    kind = ErrorKind.CONFLICT
+    code = "batch_not_cancellable"
 
 
 class StorageUnavailable(ServingError):
