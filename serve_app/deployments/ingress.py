@@ -18,7 +18,6 @@ from serve_app.deployments.process import (
     Routing,
     log_through_serve,
     this_replica_id,
-    without_collection,
 )
 from serve_app.deployments.serve_hooks import listen_on_loopback
 from serve_app.http.gate import Gate
@@ -31,7 +30,7 @@ from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.keys.rate_limits import KeyLimiter
 from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.http import HttpMetrics
-from serve_app.process import return_freed_memory, share_gil
+from serve_app.process import return_freed_memory, share_gil, without_collection
 from serve_app.settings.processes import IngressProcess
 from serve_app.tracing.tracer import Tracer
 

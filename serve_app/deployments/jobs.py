@@ -21,7 +21,6 @@ from serve_app.deployments.process import (
     Routing,
     log_through_serve,
     this_replica_id,
-    without_collection,
 )
 from serve_app.deployments.serve_hooks import listen_on_loopback
 from serve_app.jobs.api.records import JobsCounts
@@ -29,7 +28,7 @@ from serve_app.jobs.client import answers_service_calls
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, export_forever, jobs_exporter
-from serve_app.process import return_freed_memory
+from serve_app.process import return_freed_memory, without_collection
 from serve_app.settings.processes import JobsProcess
 from serve_app.tracing.tracer import Tracer
 

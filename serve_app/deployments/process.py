@@ -1,14 +1,13 @@
-"""Common parts of the deployments' processes: logging, garbage collection, the local model and the router."""
+"""Common parts of the deployments' processes: logging and the router."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -30,8 +29,6 @@ from serve_app.monitoring.router import RouterCollector, RouterMetrics
 from serve_app.settings.processes import RoutingSettings
 
 _CARD_PERIOD_S = 0.2
-_OBJECTS_PER_COLLECTION = 10_000
-"""New objects between two garbage collections, instead of Python's 700. A collection of so many takes about 0.2 ms."""
 _FIRST_BOUNDS = ReplicaBounds(min_replicas=1, max_replicas=1, num_replicas=1)
 """Bounds on the number of model replicas until `reconfigure`, which Serve calls right after the constructor."""
 _REQUEST_LOGGERS = ("serve_app.http.exchange", "serve_app.http.exchange_middleware")
@@ -135,20 +132,3 @@ def log_through_serve() -> None:
 
 def _prints(handler: logging.Handler) -> bool:
     return isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler)
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Suspend garbage collection while a process makes its parts, then exclude all present objects from it.
-
-    Imported modules hold hundreds of thousands of objects. Collections take a fifth of the time of the imports and free
-    next to nothing. Later, a full collection would walk over all objects and stop every thread for a tenth of a second.
-    From then on collections are rarer than by default: requests leave few cycles.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.set_threshold(_OBJECTS_PER_COLLECTION)
-        gc.enable()
