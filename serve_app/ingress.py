@@ -91,7 +91,7 @@ def create_api(
     }
     routes = {
         **ModelEndpoints(bodies, model, text.tokenizer, clock.unix()).routes(),
-        **RequestEndpoints(registry, None if jobs is None else jobs.service).routes(),
+        **RequestEndpoints(registry, None if jobs is None else jobs.client).routes(),
     }
     if jobs is not None:
         requests = JobRequests(bodies, jobs)
@@ -100,7 +100,7 @@ def create_api(
             **BatchEndpoints(requests, model.name).routes(),
             **JobEndpoints(requests, JobMaker(service.checks, model.name), service).routes(),
             **PromptBatchEndpoints(requests, PromptBatchMaker(service.checks, model.name), service).routes(),
-            **UsageEndpoints(jobs.service, clock).routes(),
+            **UsageEndpoints(jobs.client, clock).routes(),
         }
     access_log = None if settings.access_log_socket is None else AccessLog(settings.access_log_socket)
     tracer = tracer or Tracer(settings.tracing, "headway-ingress", "1")

@@ -22,6 +22,7 @@ from serve_app.deployments.process import (
 from serve_app.deployments.serve_hooks import listen_on_loopback
 from serve_app.http.gate import Gate
 from serve_app.jobs.access import JobsAccess
+from serve_app.jobs.api.records import JobsService
 from serve_app.jobs.client import ServeJobs
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.usage import UsageLedger, UsageReporter
@@ -68,7 +69,8 @@ class Ingress:
             _TARGET_STREAMS, lambda: self._gate.num_inside, clock.monotonic, time.process_time
         )
         self._ledger = UsageLedger(clock)
-        self._reporter = UsageReporter(self._ledger, self._jobs.service.report_usage)
+        client = self._jobs.client
+        self._reporter = UsageReporter(self._ledger, lambda report: client.call(JobsService.report_usage, report))
         self._limiter = KeyLimiter(clock.monotonic, self._routing.gossip.keys_of_peers)
         self._routing.gossip.keys_in_use = self._limiter.keys_in_use
         self._loops = asyncio.create_task(self._run())

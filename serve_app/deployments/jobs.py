@@ -24,7 +24,7 @@ from serve_app.deployments.process import (
 )
 from serve_app.deployments.serve_hooks import listen_on_loopback
 from serve_app.jobs.api.records import JobsCounts
-from serve_app.jobs.client import answers_service_calls
+from serve_app.jobs.client import answer
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, export_forever, jobs_exporter
@@ -38,11 +38,10 @@ if TYPE_CHECKING:
     from serve_app.jobs.webhooks.sender import Outbox, WebhookSender
 
 
-@answers_service_calls
 class Jobs:
     """Serve deployment around one `JobsRuntime`: a jobs worker, which routes requests like an ingress.
 
-    `ServeJobs` calls its methods. Any worker can answer: the state is in the database.
+    Any worker can answer a call of `ServeJobs`: the state is in the database.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -107,6 +106,10 @@ class Jobs:
         service = CompletionService(dispatcher, known, text, lines.limits, random.Random(), ledger)
         metrics = OutputMetrics(self._registry, known.name)
         return LineRunner(service, metrics, random.Random(), clock, self._tracer)
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> object:
+        """Call a method of `JobsService` for `ServeJobs`; return its answer, or the ServingError that it raised."""
+        return await answer(self if name == "metrics" else self.service, name, arguments)
 
     async def metrics(self) -> JobsCounts:
         """Return the counts of all tenants' work, and this worker's router metrics."""

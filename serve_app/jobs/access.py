@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from serve_app.jobs.api.errors import UnknownBatch, UnknownFile, UnknownJob
-from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsService, JobsSettings
+from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsClient, JobsService, JobsSettings
 from serve_app.jobs.files.store import FileStore
 from serve_app.jobs.webhooks.guard import WebhookGuard
 
@@ -19,7 +19,7 @@ _MAX_SHOWN_CHARS = 64
 class JobsAccess:
     """Services and limits that the endpoints of files, batches and jobs use."""
 
-    service: JobsService
+    client: JobsClient
     files: FileStore
     callbacks: WebhookGuard
     settings: JobsSettings
@@ -34,7 +34,7 @@ class JobsAccess:
         if not _ID.fullmatch(batch_id):
             raise _unknown(kind, batch_id)
         try:
-            batch = await self.service.batch(tenant, batch_id)
+            batch = await self.client.call(JobsService.batch, tenant, batch_id)
         except UnknownBatch:
             raise _unknown(kind, batch_id) from None
         if batch.kind is not kind:

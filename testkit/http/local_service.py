@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -46,6 +46,7 @@ from serve_app.openai.service import CompletionService, KnownModel, ModelText
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
 from serve_app.tracing.tracer import Tracer
 from testkit.http.api import serving
+from testkit.http.memory_jobs import LocalJobsClient
 
 _POLL_PERIOD_S = 0.2
 _USAGE_PERIOD_S = 0.2
@@ -126,7 +127,8 @@ async def local_service(
         stack.callback(polling.cancel)
         ledger = UsageLedger(Clock())
         if jobs is not None:
-            reporter = UsageReporter(ledger, jobs.service.report_usage, _USAGE_PERIOD_S)
+            call = jobs.client.call
+            reporter = UsageReporter(ledger, lambda report: call(JobsService.report_usage, report), _USAGE_PERIOD_S)
             reporting = asyncio.create_task(reporter.run())
             stack.callback(reporting.cancel)
         tracer = Tracer(settings.tracing, "headway-ingress", "0")
@@ -159,8 +161,8 @@ async def _jobs(client: LocalReplicaClient, settings: IngressSettings, data_dir:
     await runtime.start(routing.dispatcher.run(), files.keep_clean(), reporter.run())
     try:
         guard = WebhookGuard(AllowedHosts.parse(""), SystemResolver())
-        service_of_jobs = LocalJobs(runtime.service, metrics.registry)
-        yield JobsAccess(cast(JobsService, service_of_jobs), files, guard, job_settings)
+        jobs = LocalJobsClient(LocalJobs(runtime.service, metrics.registry))
+        yield JobsAccess(jobs, files, guard, job_settings)
     finally:
         await runtime.stop()
         await asyncio.to_thread(tracer.close)

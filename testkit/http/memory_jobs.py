@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from testkit.jobs.memory_files import MemoryFiles
 
 RecordT = TypeVar("RecordT", BatchRecord, FileRecord)
+ResultT = TypeVar("ResultT")
 
 
 @dataclass
@@ -88,7 +89,7 @@ class MemoryJobs:
         del self.records[file_id]
         await self.store.delete(file_id)
 
-    async def submit(self, batch: NewBatch) -> Submission:
+    async def submit(self, batch: NewBatch, batch_id: str = "") -> Submission:
         self._raise()
         known = self.keys.get((batch.tenant, batch.idempotency_key or ""))
         if known is not None:
@@ -207,10 +208,21 @@ class MemoryJobs:
             raise self.error
 
 
+@dataclass(frozen=True)
+class LocalJobsClient:
+    """`JobsClient` of a service in this process."""
+
+    service: object
+
+    async def call(self, method: Callable[..., Awaitable[ResultT]], *args: object, **arguments: object) -> ResultT:
+        answer: ResultT = await getattr(self.service, method.__name__)(*args, **arguments)
+        return answer
+
+
 def memory_access(jobs: MemoryJobs, **limits: Any) -> JobsAccess:
     """Return the access to `jobs` that an ingress takes."""
     guard = WebhookGuard(AllowedHosts.parse("hooks.internal"), SystemResolver())
-    return JobsAccess(jobs, jobs.store, guard, JobsSettings("m", **limits))
+    return JobsAccess(LocalJobsClient(jobs), jobs.store, guard, JobsSettings("m", **limits))
 
 
 def _page(records: Sequence[RecordT], page: PageRequest) -> Page[RecordT]:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from serve_app.errors import HttpError, line_not_cancellable
 from serve_app.http.exchange import Routes, exchange_of, json_response
 from serve_app.http.request_registry import RequestRegistry
-from serve_app.jobs.api.records import JobsService
+from serve_app.jobs.api.records import JobsClient, JobsService
 from serve_app.keys.authenticator import Principal
 from serve_app.openai.reply.format import JsonObject
 
@@ -28,7 +28,7 @@ class RequestEndpoints:
     """
 
     registry: RequestRegistry
-    jobs: JobsService | None
+    jobs: JobsClient | None
 
     def routes(self) -> Routes:
         """Return the handlers by method and path."""
@@ -64,4 +64,5 @@ class RequestEndpoints:
         line_id = request_id if job is None else f"{job[1]}-0"
         if self.jobs is None or not _LINE_ID.fullmatch(line_id):
             return None
-        return await self.jobs.line_request(None if principal.is_operator else principal.tenant, line_id)
+        tenant = None if principal.is_operator else principal.tenant
+        return await self.jobs.call(JobsService.line_request, tenant, line_id)

@@ -9,7 +9,7 @@ from replicas.protocol import Band
 from serve_app.endpoints.jobs.job_objects import batch_object, list_object
 from serve_app.endpoints.jobs.job_requests import JobRequests, Submitter
 from serve_app.http.exchange import Routes, json_response, tenant_of
-from serve_app.jobs.api.records import BatchKind, BatchRecord, NewBatch, PageRequest
+from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsService, NewBatch, PageRequest
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import BatchBody, BatchListQuery
 from serve_app.openai.request.parsing import parse_body
@@ -20,7 +20,7 @@ class BatchEndpoints:
 
     def __init__(self, requests: JobRequests, model_name: str) -> None:
         self._requests = requests
-        self._service = requests.jobs.service
+        self._client = requests.jobs.client
         self._model_name = model_name
 
     def routes(self) -> Routes:
@@ -41,7 +41,9 @@ class BatchEndpoints:
         """Answer GET /v1/batches, newest first."""
         tenant = tenant_of(request)
         query = parse_body(BatchListQuery, request.query_params, {})
-        page = await self._service.batches(tenant, BatchKind.FILE, PageRequest(query.limit, query.after))
+        page = await self._client.call(
+            JobsService.batches, tenant, BatchKind.FILE, PageRequest(query.limit, query.after)
+        )
         return json_response(
             list_object([batch_object(batch, self._model_name) for batch in page.items], page.has_more)
         )
@@ -53,7 +55,7 @@ class BatchEndpoints:
     async def cancel(self, request: Request) -> Response:
         """Answer POST /v1/batches/{id}/cancel: cancel a batch and keep the results that it already has."""
         batch = await self._requests.find(request, BatchKind.FILE)
-        return self._answer(await self._service.cancel(batch.tenant, batch.id))
+        return self._answer(await self._client.call(JobsService.cancel, batch.tenant, batch.id))
 
     def _answer(self, batch: BatchRecord) -> Response:
         return json_response(batch_object(batch, self._model_name))

@@ -15,7 +15,7 @@ from serve_app.http.exchange import Routes, content_length, exchange_of, json_re
 from serve_app.http.streaming import ByteStream
 from serve_app.jobs.access import checked_file_id
 from serve_app.jobs.api.errors import UnknownFile
-from serve_app.jobs.api.records import FileRecord, PageRequest, new_id
+from serve_app.jobs.api.records import FileRecord, JobsService, PageRequest, new_id
 from serve_app.openai.request.job_schema import FileListQuery, UploadForm
 from serve_app.openai.request.parsing import parse_body
 
@@ -68,7 +68,7 @@ class FileEndpoints:
         tenant = tenant_of(request)
         query = parse_body(FileListQuery, request.query_params, {})
         part = PageRequest(query.limit, query.after, is_ascending=query.order == "asc")
-        page = await self._jobs.service.files(tenant, query.purpose, part)
+        page = await self._jobs.client.call(JobsService.files, tenant, query.purpose, part)
         return json_response(list_object([file_object(file) for file in page.items], page.has_more))
 
     async def file(self, request: Request) -> Response:
@@ -78,7 +78,7 @@ class FileEndpoints:
     async def delete(self, request: Request) -> Response:
         """Answer DELETE /v1/files/{id}."""
         tenant, file_id = tenant_of(request), checked_file_id(request.path_params["file_id"])
-        await self._jobs.service.delete_file(tenant, file_id)
+        await self._jobs.client.call(JobsService.delete_file, tenant, file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
@@ -97,7 +97,7 @@ class FileEndpoints:
             ServingError: the file has no record, or a look at the records has failed.
         """
         try:
-            await self._jobs.service.add_file(record)
+            await self._jobs.client.call(JobsService.add_file, record)
         except ServingError:
             if not await self._is_recorded(record):
                 await self._jobs.files.delete(record.id)
@@ -105,14 +105,14 @@ class FileEndpoints:
 
     async def _is_recorded(self, record: FileRecord) -> bool:
         try:
-            await self._jobs.service.file(record.tenant, record.id)
+            await self._jobs.client.call(JobsService.file, record.tenant, record.id)
         except UnknownFile:
             return False
         return True
 
     async def _file(self, request: Request) -> FileRecord:
         tenant, file_id = tenant_of(request), checked_file_id(request.path_params["file_id"])
-        return await self._jobs.service.file(tenant, file_id)
+        return await self._jobs.client.call(JobsService.file, tenant, file_id)
 
     def _record(self, file_id: str, tenant: str, filename: str, num_bytes: int, form: UploadForm) -> FileRecord:
         now = self._clock.unix()

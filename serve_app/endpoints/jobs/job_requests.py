@@ -17,7 +17,7 @@ from replicas.protocol import Band
 from serve_app.http.bodies import BodyReader
 from serve_app.http.exchange import caller_of, exchange_of, tenant_of, trace_context_of
 from serve_app.jobs.access import JobsAccess
-from serve_app.jobs.api.records import BatchKind, BatchRecord, NewBatch, Submission
+from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsService, NewBatch, Submission, new_batch_id
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.caller import Caller, WorkOwner
 from serve_app.tracing.context import TraceContext
@@ -89,7 +89,7 @@ class JobRequests:
         """
         if new.callback_url is not None:
             self.jobs.callbacks.check(new.callback_url)
-        submission = await self.jobs.service.submit(new)
+        submission = await self.jobs.client.call(JobsService.submit, new, new_batch_id(new.kind))
         exchange_of(request).details |= {id_name: submission.batch.id, "tenant": new.tenant}
         return submission
 

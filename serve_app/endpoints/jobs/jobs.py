@@ -13,7 +13,7 @@ from serve_app.endpoints.jobs.job_requests import JobRequests, Submitter
 from serve_app.endpoints.jobs.new_batches import JobMaker, NewJob
 from serve_app.http.exchange import Routes, caller_of, json_response, tenant_of
 from serve_app.http.streaming import while_connected
-from serve_app.jobs.api.records import BatchKind, BatchRecord, LineRecord, Submission
+from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsService, LineRecord, Submission
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.job_schema import WaitQuery
@@ -69,7 +69,7 @@ class JobEndpoints:
     async def cancel(self, request: Request) -> Response:
         """Answer DELETE /v1/jobs/{id}: cancel the job and keep its record."""
         job = await self._requests.find(request, BatchKind.JOB, "job_id")
-        job = await self._requests.jobs.service.cancel(job.tenant, job.id)
+        job = await self._requests.jobs.client.call(JobsService.cancel, job.tenant, job.id)
         return _polled(job, job_object(job, await self._line(job)))
 
     async def _submit(self, request: Request, make: Callable[[Submitter, JsonObject], NewJob]) -> Submission:
@@ -98,14 +98,16 @@ class JobEndpoints:
         job = await self._requests.jobs.find(BatchKind.JOB, tenant, request.path_params["job_id"])
         if job.status.is_final or not query.wait:
             return job
-        return await while_connected(request.receive, self._requests.jobs.service.wait(tenant, job.id, query.wait))
+        return await while_connected(
+            request.receive, self._requests.jobs.client.call(JobsService.wait, tenant, job.id, query.wait)
+        )
 
     async def _line_known(self, submission: Submission) -> LineRecord | None:
         """Return the line of a job that was submitted before; None for a new job, whose line is still queued."""
         return None if submission.is_new else await self._line(submission.batch)
 
     async def _line(self, job: BatchRecord) -> LineRecord | None:
-        lines = await self._requests.jobs.service.lines(job.tenant, job.id, after_index=-1, limit=1)
+        lines = await self._requests.jobs.client.call(JobsService.lines, job.tenant, job.id, after_index=-1, limit=1)
         return lines[0] if lines else None
 
 

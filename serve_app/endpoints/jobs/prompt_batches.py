@@ -13,7 +13,7 @@ from serve_app.endpoints.jobs.job_requests import JobRequests
 from serve_app.endpoints.jobs.jobs import RETRY_AFTER_S
 from serve_app.endpoints.jobs.new_batches import PromptBatchMaker
 from serve_app.http.exchange import Routes, caller_of, exchange_of, json_response, tenant_of
-from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, LineRecord, LineStatus
+from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, JobsService, LineRecord, LineStatus
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import OutputsQuery
 from serve_app.openai.request.parsing import parse_body
@@ -48,7 +48,7 @@ class PromptBatchEndpoints:
 
     async def stats(self, request: Request) -> Response:
         """Answer GET /v1/batch/stats: statistics of all the tenant's asynchronous work."""
-        stats = await self._jobs.service.stats(tenant_of(request))
+        stats = await self._jobs.client.call(JobsService.stats, tenant_of(request))
         return json_response(
             {
                 "total_batches": stats.total,
@@ -66,14 +66,14 @@ class PromptBatchEndpoints:
         tenant = tenant_of(request)
         query = parse_body(OutputsQuery, request.query_params, {})
         batch = await self._jobs.find(BatchKind.PROMPTS, tenant, request.path_params["batch_id"])
-        lines = await self._jobs.service.lines(tenant, batch.id, query.after, query.limit)
+        lines = await self._jobs.client.call(JobsService.lines, tenant, batch.id, query.after, query.limit)
         reply = await self._service.as_json(partial(_batch_with_outputs, batch, lines), caller_of(request))
         return Response(reply, media_type="application/json")
 
     async def cancel(self, request: Request) -> Response:
         """Answer POST /v1/batch/{id}/cancel: cancel a batch and keep the outputs that it already has."""
         batch = await self._requests.find(request, BatchKind.PROMPTS)
-        return json_response(_batch_object(await self._jobs.service.cancel(batch.tenant, batch.id)))
+        return json_response(_batch_object(await self._jobs.client.call(JobsService.cancel, batch.tenant, batch.id)))
 
 
 def _status_name(batch: BatchRecord, has_started: bool = False) -> str:

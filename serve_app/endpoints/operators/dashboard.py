@@ -22,7 +22,7 @@ from serve_app.http.gate import Gate
 from serve_app.http.live_feed import LiveFeed
 from serve_app.http.request_registry import Latency, RequestRegistry
 from serve_app.http.streaming import ByteStream
-from serve_app.jobs.api.records import BatchProgress
+from serve_app.jobs.api.records import BatchProgress, JobsService
 from serve_app.openai.reply.format import JsonObject
 
 _NUM_REQUESTS = 25
@@ -79,7 +79,7 @@ class Snapshots:
         self._jobs_asked_s = now
         try:
             async with asyncio.timeout(_JOBS_LIMIT_S):
-                counts = await self._backends.jobs.service.metrics()
+                counts = await self._backends.jobs.client.call(JobsService.metrics)
         except (ServingError, TimeoutError):
             self._jobs, self._batches = None, []
         else:

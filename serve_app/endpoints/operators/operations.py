@@ -19,7 +19,7 @@ from serve_app.endpoints.operators.load_objects import autoscaling_of, load_of
 from serve_app.errors import replica_not_found
 from serve_app.http.exchange import Routes, json_response
 from serve_app.jobs.access import JobsAccess
-from serve_app.jobs.api.records import JobsCounts
+from serve_app.jobs.api.records import JobsCounts, JobsService
 from serve_app.keys.rate_limits import KeyLimiter
 from serve_app.monitoring.engines import engine_parts, engines_shown
 from serve_app.monitoring.families import plain_families
@@ -141,7 +141,7 @@ class OperationsEndpoints:
             return None
         try:
             async with asyncio.timeout(_JOBS_LIMIT_S):
-                return await self.backends.jobs.service.storage_fault() or "ok"
+                return await self.backends.jobs.client.call(JobsService.storage_fault) or "ok"
         except (ServingError, TimeoutError):
             return "unavailable"
 
@@ -160,7 +160,7 @@ class OperationsEndpoints:
             return JobsCounts()
         try:
             async with asyncio.timeout(_JOBS_LIMIT_S):
-                return await self.backends.jobs.service.metrics()
+                return await self.backends.jobs.client.call(JobsService.metrics)
         except (ServingError, TimeoutError):
             return JobsCounts()
 

@@ -14,7 +14,7 @@ from replicas.errors import InvalidRequest
 from replicas.timing.clock import Clock
 from serve_app.errors import operator_key_required
 from serve_app.http.exchange import Routes, exchange_of, json_response
-from serve_app.jobs.api.records import JobsService
+from serve_app.jobs.api.records import JobsClient, JobsService
 from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageRow
 from serve_app.keys.authenticator import Principal
 from serve_app.openai.reply.format import JsonObject
@@ -41,7 +41,7 @@ _COLUMNS = (
 class UsageEndpoints:
     """Endpoint that shows usage by day, tenant, model and band; a tenant sees its own, an operator all."""
 
-    service: JobsService
+    client: JobsClient
     clock: Clock
 
     def routes(self) -> Routes:
@@ -53,7 +53,7 @@ class UsageEndpoints:
         asked = parse_body(UsageListQuery, request.query_params, {})
         today = datetime.fromtimestamp(self.clock.unix(), UTC).date()
         query = _query_of(asked, exchange_of(request).principal, today)
-        page = await self.service.usage(query)
+        page = await self.client.call(JobsService.usage, query)
         if asked.format == "csv":
             headers = {"x-headway-has-more": str(page.has_more).lower()}
             return Response(_csv_of(page), headers=headers, media_type="text/csv")

@@ -1,12 +1,12 @@
-"""Records, settings and errors of files, batches and jobs, and the interface of the jobs deployment."""
+"""Records and settings of files, batches and jobs, and the interface of the jobs deployment."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from prometheus_client.metrics_core import Metric as Family
 
@@ -18,6 +18,8 @@ from serve_app.tracing.context import TraceContext
 
 JsonObject = dict[str, Any]
 ItemT = TypeVar("ItemT")
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
 
 
 class BatchKind(Enum):
@@ -324,8 +326,8 @@ class JobsService(Protocol):
             FileInUse: it is the input of a batch that is not final.
         """
 
-    async def submit(self, batch: NewBatch) -> Submission:
-        """Accept a batch durably: once this returns, no crash loses it.
+    async def submit(self, batch: NewBatch, batch_id: str) -> Submission:
+        """Accept a batch durably: once this returns, no crash loses it. A second call with its id changes nothing.
 
         Raises:
             IdempotencyKeyInUse: its key was used before with another body.
@@ -371,3 +373,12 @@ class JobsService(Protocol):
 
     async def metrics(self) -> JobsCounts:
         """Return the metrics of all tenants' work, for `/metrics` (built by `serve_app.jobs.metrics`)."""
+
+
+class JobsClient(Protocol):
+    """Calls of a `JobsService` in another process."""
+
+    async def call(
+        self, method: Callable[Concatenate[JobsService, P], Awaitable[ResultT]], *args: P.args, **arguments: P.kwargs
+    ) -> ResultT:
+        """Call a method, such as `JobsService.batch`, with these arguments; return its answer or raise its error."""

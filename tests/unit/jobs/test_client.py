@@ -20,8 +20,16 @@ from replicas.errors import NoReplicaAvailable, Overloaded, ServingError
 from replicas.protocol import Metric, MetricKind
 from serve_app.jobs.api.errors import BatchNotCancellable, UnknownBatch, UnknownFile
 from serve_app.jobs.api.new_lines import NewLine, NewLines
-from serve_app.jobs.api.records import BatchKind, BatchStatus, FileRecord, JobsCounts, JobsService, PageRequest
-from serve_app.jobs.client import ServeJobs, answers_service_calls
+from serve_app.jobs.api.records import (
+    BatchKind,
+    BatchStatus,
+    FileRecord,
+    JobsCounts,
+    JobsService,
+    PageRequest,
+    new_batch_id,
+)
+from serve_app.jobs.client import ServeJobs, answer
 from serve_app.jobs.metrics import storage_metric
 from testkit.jobs.database_worlds import new_batch
 from testkit.jobs.jobs_process import ScriptedCompletions, jobs_process
@@ -31,13 +39,15 @@ from testkit.limits import LIMIT_S, until
 TENANT = "acme"
 
 
-@answers_service_calls
 @dataclass
 class Deployment:
     """The jobs deployment as far as calls see it."""
 
     service: Any
     counts: JobsCounts = field(default_factory=JobsCounts)
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> object:
+        return await answer(self if name == "metrics" else self.service, name, arguments)
 
     async def metrics(self) -> JobsCounts:
         return self.counts
@@ -90,12 +100,12 @@ class Handle:
         self.hangs = False
         """True: a worker does not answer broadcasts."""
 
-    def broadcast(self, name: str, **arguments: Any) -> SimpleNamespace:
+    def broadcast(self, method: str, *args: Any) -> SimpleNamespace:
         async def results(timeout_s: float, return_exceptions: bool) -> list[Any]:
             if self.hangs:
                 raise TimeoutError
             workers = [worker for worker in (self.deployment, *self.others) if worker is not None]
-            calls = [getattr(worker, name)(**by_value(arguments)) for worker in workers]
+            calls = [getattr(worker, method)(*by_value(args)) for worker in workers]
             answers: list[Any] = by_value(await asyncio.gather(*calls, return_exceptions=return_exceptions))
             return answers
 
@@ -110,8 +120,8 @@ class Handle:
             if not response.answer.done():
                 response.answer.set_exception(error)
 
-    def _call(self, name: str, **arguments: Any) -> Response:
-        work = None if self.deployment is None else getattr(self.deployment, name)(**by_value(arguments))
+    def _call(self, method: str, *args: Any) -> Response:
+        work = None if self.deployment is None else getattr(self.deployment, method)(*by_value(args))
         self.responses.append(Response(work))
         return self.responses[-1]
 
@@ -172,27 +182,30 @@ LOST = [
 
 async def test_each_method_does_what_the_service_does(tmp_path: Path) -> None:
     async with jobs_process(f"sqlite:///{tmp_path}/jobs.sqlite3", MemoryFiles(), ScriptedCompletions()) as process:
-        service: JobsService = ServeJobs(Handle(Deployment(process.service)))
+        call = ServeJobs(Handle(Deployment(process.service))).call
         file = FileRecord("file-1", TENANT, "batch", "in.jsonl", 1, 1_000_000.0)
-        await service.add_file(file)
-        assert await service.file(TENANT, file.id) == file
-        assert (await service.files(TENANT, "batch", PageRequest(10))).items == (file,)
-        await service.delete_file(TENANT, file.id)
-        assert (await service.files(TENANT, None, PageRequest(10))).items == ()
+        await call(JobsService.add_file, file)
+        assert await call(JobsService.file, TENANT, file.id) == file
+        assert (await call(JobsService.files, TENANT, "batch", PageRequest(10))).items == (file,)
+        await call(JobsService.delete_file, TENANT, file.id)
+        assert (await call(JobsService.files, TENANT, None, PageRequest(10))).items == ()
 
         new = new_batch(num_lines=2, idempotency_key="key", body_digest="digest")
-        submission = await service.submit(new)
-        batch_id = submission.batch.id
-        assert submission.is_new and not (await service.submit(new)).is_new
-        assert (await service.batch(TENANT, batch_id)).id == batch_id
-        assert not (await service.wait(TENANT, batch_id, 0.0)).status.is_final
-        assert [one.id for one in (await service.batches(TENANT, BatchKind.PROMPTS, PageRequest(10))).items] == [
-            batch_id
-        ]
-        assert [line.index for line in await service.lines(TENANT, batch_id, 0, 10)] == [1]
-        assert (await service.stats(TENANT)).total == 1
-        assert (await service.cancel(TENANT, batch_id)).status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
-        assert await service.metrics() == JobsCounts()
+        batch_id = new_batch_id(new.kind)
+        submission = await call(JobsService.submit, new, batch_id)
+        assert submission.is_new and not (await call(JobsService.submit, new, "batch_other")).is_new
+        assert (await call(JobsService.batch, TENANT, batch_id)).id == batch_id
+        assert not (await call(JobsService.wait, TENANT, batch_id, 0.0)).status.is_final
+        assert [
+            one.id for one in (await call(JobsService.batches, TENANT, BatchKind.PROMPTS, PageRequest(10))).items
+        ] == [batch_id]
+        assert [line.index for line in await call(JobsService.lines, TENANT, batch_id, 0, 10)] == [1]
+        assert (await call(JobsService.stats, TENANT)).total == 1
+        assert (await call(JobsService.cancel, TENANT, batch_id)).status in (
+            BatchStatus.CANCELLING,
+            BatchStatus.CANCELLED,
+        )
+        assert await call(JobsService.metrics) == JobsCounts()
 
 
 @dataclass
@@ -219,7 +232,7 @@ class Lines:
 )
 async def test_a_line_is_found_in_whichever_worker_runs_it(known: list[str | None], told: str | None) -> None:
     first, *others = [Deployment(Lines(status)) for status in known]
-    found = await ServeJobs(Handle(first, *others)).line_request(TENANT, "id-0")
+    found = await ServeJobs(Handle(first, *others)).call(JobsService.line_request, TENANT, "id-0")
     assert found == (None if told is None else {"status": told})
 
 
@@ -236,20 +249,20 @@ async def test_metrics_of_all_workers_are_added_up_and_those_of_the_database_are
 
     first, second = (Deployment(None, counts(*numbers)) for numbers in ((3, 7, True), (5, 7, False)))
     handle = Handle(first, second)
-    values = {metric.name: metric.value for metric in (await ServeJobs(handle).metrics()).own}
+    values = {metric.name: metric.value for metric in (await ServeJobs(handle).call(JobsService.metrics)).own}
     assert values == {"headway:batch_requests": 8, "headway:jobs": 7, "headway:jobs_storage_up": 0}
     handle.hangs = True
-    assert await ServeJobs(handle).metrics() == first.counts, "one that answers is better than none"
+    assert await ServeJobs(handle).call(JobsService.metrics) == first.counts, "one that answers is better than none"
 
 
 async def test_an_error_of_the_service_keeps_its_type(service: Service, client: ServeJobs) -> None:
     service.error = Overloaded("too many", 7.0, "max_batches_per_tenant", "rate_limit_exceeded")
     with pytest.raises(Overloaded) as refused:
-        await client.batch(TENANT, "id")
+        await client.call(JobsService.batch, TENANT, "id")
     assert (refused.value.retry_after_s, refused.value.code) == (7.0, "rate_limit_exceeded")
     service.error = UnknownBatch("there is none")
     with pytest.raises(UnknownBatch):
-        await client.batch(TENANT, "id")
+        await client.call(JobsService.batch, TENANT, "id")
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["over gRPC", "by reference"])
@@ -259,7 +272,7 @@ async def test_an_internal_failure_is_reported_without_its_message(
     fault = ValueError("a secret")
     service.error = RayTaskError("batch", "a secret", fault).as_instanceof_cause() if is_wrapped else fault
     with pytest.raises(ServingError) as error:
-        await client.batch(TENANT, "id")
+        await client.call(JobsService.batch, TENANT, "id")
     assert type(error.value) is ServingError and "secret" not in str(error.value)
 
 
@@ -269,7 +282,7 @@ async def test_work_done_before_the_answer_was_lost_is_done(
     service: Service, handle: Handle, client: ServeJobs, method: str, answer: object, lost: BaseException
 ) -> None:
     service.is_holding = True
-    call = asyncio.create_task(getattr(client, method)(TENANT, "id"))
+    call = asyncio.create_task(client.call(getattr(JobsService, method), TENANT, "id"))
     await until(lambda: len(service.done) == 1)
     service.is_holding = False
     handle.lose(lost)
@@ -283,7 +296,7 @@ async def test_work_that_others_have_done_is_an_error(
 ) -> None:
     service.done.append((method, {}))
     with pytest.raises(error):
-        await getattr(client, method)(TENANT, "id")
+        await client.call(getattr(JobsService, method), TENANT, "id")
 
 
 async def test_a_batch_submitted_twice_comes_under_one_id() -> None:
@@ -296,15 +309,16 @@ async def test_a_batch_submitted_twice_comes_under_one_id() -> None:
                 raise LOST[0]
             return "accepted"
 
-    assert str(await ServeJobs(Handle(Deployment(LosesTheFirst()))).submit(new_batch())) == "accepted"
-    assert ids[0] is not None and ids == [ids[0]] * 2
+    client = ServeJobs(Handle(Deployment(LosesTheFirst())))
+    assert str(await client.call(JobsService.submit, new_batch(), "batch_x")) == "accepted"
+    assert ids == ["batch_x"] * 2
 
 
 async def test_a_wait_repeated_after_a_loss_waits_only_for_the_rest(
     service: Service, handle: Handle, client: ServeJobs
 ) -> None:
     service.is_holding = True
-    call = asyncio.create_task(client.wait(TENANT, "id", 60.0))
+    call = asyncio.create_task(client.call(JobsService.wait, TENANT, "id", 60.0))
     await until(lambda: len(service.done) == 1)
     service.is_holding = False
     handle.lose(LOST[0])
@@ -315,7 +329,9 @@ async def test_a_wait_repeated_after_a_loss_waits_only_for_the_rest(
 
 async def test_a_caller_that_leaves_cancels_only_its_call(service: Service, client: ServeJobs) -> None:
     service.is_holding = True
-    leaving, staying = (asyncio.create_task(client.wait(TENANT, name, 60.0)) for name in ("leaving", "staying"))
+    leaving, staying = (
+        asyncio.create_task(client.call(JobsService.wait, TENANT, name, 60.0)) for name in ("leaving", "staying")
+    )
     await until(lambda: len(service.done) == 2)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -327,7 +343,7 @@ async def test_a_caller_that_leaves_cancels_only_its_call(service: Service, clie
 
 async def test_without_a_jobs_process_a_call_fails_at_its_limit() -> None:
     handle = Handle(None)
-    call = asyncio.create_task(ServeJobs(handle, limit_s=0.3).batch(TENANT, "id"))
+    call = asyncio.create_task(ServeJobs(handle, limit_s=0.3).call(JobsService.batch, TENANT, "id"))
     await until(lambda: len(handle.responses) == 1)
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(NoReplicaAvailable) as error:
