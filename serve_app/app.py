@@ -107,8 +107,8 @@ def _with_gpus(config: HeadwayConfig) -> HeadwayConfig:
     """Return the configuration with the fields that depend on the number of GPUs in the cluster now."""
     is_complete = config.num_gpus_per_replica is not None and config.max_replicas is not None
     num_gpus = 0.0 if is_complete or config.replica_options().model.device == "cpu" else num_cluster_gpus()
-    each = config.num_gpus_per_replica if config.num_gpus_per_replica is not None else float(num_gpus >= 1)
-    found: dict[str, object] = {"num_gpus_per_replica": each}
-    if config.max_replicas is None and each > 0:
-        found["max_replicas"] = max(config.num_replicas, int(num_gpus / each))
-    return config.model_copy(update=found)
+    gpus_per_replica = config.num_gpus_per_replica if config.num_gpus_per_replica is not None else float(num_gpus >= 1)
+    changes: dict[str, object] = {"num_gpus_per_replica": gpus_per_replica}
+    if config.max_replicas is None and gpus_per_replica > 0:
+        changes["max_replicas"] = max(config.num_replicas, int(num_gpus / gpus_per_replica))
+    return config.model_copy(update=changes)

@@ -159,5 +159,5 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
 def _as_given(name: str, value: object) -> object:
     """Return a value of YAML as on the command line."""
     if name == "served_model_name":
-        return [str(each) for each in value] if isinstance(value, list) else [str(value)]
+        return [str(item) for item in value] if isinstance(value, list) else [str(value)]
     return as_text(value) if value is None or isinstance(value, dict | list) else value

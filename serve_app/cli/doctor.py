@@ -37,14 +37,14 @@ def doctor(
 ) -> None:
     """Check this machine, and estimate a model's memory; the exit code is 1 if something will not work."""
     console = Console(highlight=False, soft_wrap=True)
-    found: list[Check] = []
+    checks: list[Check] = []
     for check in _checks(model, url, api_key, port):
-        found.append(check)
+        checks.append(check)
         if not as_json:
             _show(check, console)
     if as_json:
-        print(json.dumps([_as_object(check) for check in found], indent=2, ensure_ascii=False))
-    if any(check.status is Status.FAIL for check in found):
+        print(json.dumps([_as_object(check) for check in checks], indent=2, ensure_ascii=False))
+    if any(check.status is Status.FAIL for check in checks):
         raise typer.Exit(1)
 
 
@@ -100,10 +100,10 @@ def _server_check(url: str, api_key: str | None) -> Check:
 def _show(check: Check, console: Console) -> None:
     color = _COLORS[check.status]
     console.print(f"[{color}]{check.status.value:<5}[/]", end="")
-    console.print(f"{check.name:<19}{check.found}", markup=False)
+    console.print(f"{check.name:<19}{check.finding}", markup=False)
     if check.advice:
         console.print(f"{'':<24}{check.advice}", markup=False)
 
 
 def _as_object(check: Check) -> dict[str, str]:
-    return {"name": check.name, "status": check.status.value, "found": check.found, "advice": check.advice}
+    return {"name": check.name, "status": check.status.value, "found": check.finding, "advice": check.advice}

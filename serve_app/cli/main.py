@@ -39,12 +39,12 @@ class LazyCommands(TyperGroup):
         if cmd_name not in _COMMANDS:
             return None
         module, _, attribute = _COMMANDS[cmd_name].partition(":")
-        found = getattr(import_module(module), attribute)
-        if not isinstance(found, typer.Typer):
+        target = getattr(import_module(module), attribute)
+        if not isinstance(target, typer.Typer):
             single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            single.command(cmd_name)(found)
-            found = single
-        command = typer.main.get_command(found)
+            single.command(cmd_name)(target)
+            target = single
+        command = typer.main.get_command(target)
         command.name = cmd_name
         return command
 

@@ -21,8 +21,8 @@ def list_models() -> None:
     """List the models, with their sizes and the last use."""
     from serve_app.models.cache import cached_models
 
-    found = cached_models()
-    rows = [(model.name, model.kind, decimal(model.num_bytes), date_text(model.used_unix_s)) for model in found]
+    models = cached_models()
+    rows = [(model.name, model.kind, decimal(model.num_bytes), date_text(model.used_unix_s)) for model in models]
     print_table(("NAME", "KIND", "SIZE", "LAST USED"), rows)
 
 

@@ -123,13 +123,13 @@ def _hide_key() -> None:
     Ray shows the command line of its driver in its dashboard, and every user of the machine can list it. The
     environment is the owner's alone; its variable is removed before Ray starts.
     """
-    found = sys.orig_argv
-    position = next((i for i, word in enumerate(found) if word.split("=", 1)[0] == _KEY_OPTION), None)
+    words = sys.orig_argv
+    position = next((i for i, word in enumerate(words) if word.split("=", 1)[0] == _KEY_OPTION), None)
     if position is not None:
-        _, separator, key = found[position].partition("=")
-        rest = found[position + 1 :] if separator else found[position + 2 :]
-        key = key if separator else "".join(found[position + 1 : position + 2])
-        os.execve(sys.executable, [sys.executable, *found[1:position], *rest], os.environ | {_KEY_VARIABLE: key})
+        _, separator, key = words[position].partition("=")
+        rest = words[position + 1 :] if separator else words[position + 2 :]
+        key = key if separator else "".join(words[position + 1 : position + 2])
+        os.execve(sys.executable, [sys.executable, *words[1:position], *rest], os.environ | {_KEY_VARIABLE: key})
     os.environ.pop(_KEY_VARIABLE, None)
 
 
@@ -157,10 +157,10 @@ def _reserve(address: Address, held: contextlib.ExitStack) -> None:
 def is_loopback(host: str) -> bool:
     """Return True if `host` has only loopback addresses, False if not or if the name is unknown."""
     try:
-        found = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)}
+        addresses = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except (OSError, ValueError):
         return False
-    return all((getattr(address, "ipv4_mapped", None) or address).is_loopback for address in found)
+    return all((getattr(address, "ipv4_mapped", None) or address).is_loopback for address in addresses)
 
 
 def _warn(message: str) -> None:

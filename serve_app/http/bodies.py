@@ -61,10 +61,10 @@ class BodyReader:
             Overloaded: too many large bodies wait.
             NoReplicaAvailable: the process that read the body has ended.
         """
-        owner = caller_of(request).unread
+        owner = caller_of(request).owner_before_parsing
         parts = await self._read_all(request, owner)
         read, num_bytes = partial(read_body, schema, ignored, self._settings.limits, parts), sum(map(len, parts))
-        return await self._workers.run_apart(read, owner, num_bytes, _LARGE_BODY_BYTES)
+        return await self._workers.run_by_size(read, owner, num_bytes, _LARGE_BODY_BYTES)
 
     async def convert(
         self, request: Request, make: Callable[[dict[str, object]], ResultT], owner: WorkOwner
@@ -76,7 +76,7 @@ class BodyReader:
         """
         parts = await self._read_all(request, owner)
         work = partial(_converted, make, self._settings.limits, parts)
-        return await self._workers.run_apart(work, owner, sum(map(len, parts)), _LARGE_BODY_BYTES)
+        return await self._workers.run_by_size(work, owner, sum(map(len, parts)), _LARGE_BODY_BYTES)
 
     async def stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the body of any type and size in parts, as they arrive.
@@ -136,7 +136,7 @@ class BodyReader:
     async def _check(self, body: _ArrivingBody, owner: WorkOwner) -> None:
         """Count the values in what has arrived of a body; a thread or a process does it."""
         check = partial(check_beginning, body.all_parts(), self._settings.limits)
-        await self._workers.run_apart(check, owner, body.num_bytes)
+        await self._workers.run_by_size(check, owner, body.num_bytes)
 
 
 class _ArrivingBody:

@@ -265,7 +265,7 @@ def _address_of(scope: Scope) -> str:
 def _is_loopback(address: str) -> bool:
     """Return True for this machine's addresses, behind which may be a proxy with many clients."""
     try:
-        found = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return True
-    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback

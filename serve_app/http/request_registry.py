@@ -74,7 +74,7 @@ class RequestRegistry:
         """Add a completion whose body has been read and parsed."""
         exchange.timeline.received(self._clock())
         tenant, ids = exchange.principal.tenant, dict.fromkeys((exchange.request_id, exchange.sequence_id))
-        keys = tuple((viewer, each) for viewer in (tenant, None) for each in ids)
+        keys = tuple((viewer, exchange_id) for viewer in (tenant, None) for exchange_id in ids)
         entry = _Entry(exchange, body.model, body.stream, owner, tenant, keys)
         self._running[exchange.sequence_id] = entry
         for key in keys:
@@ -124,12 +124,12 @@ class RequestRegistry:
     def latencies(self, max_age_s: float) -> dict[Band, list[Latency]]:
         """Return the latencies of the completions that ended well within the last `max_age_s`, by band."""
         self._trim()
-        found: dict[Band, list[Latency]] = {band: [] for band in Band}
+        latencies: dict[Band, list[Latency]] = {band: [] for band in Band}
         oldest_s = self._clock() - max_age_s
         for entry in takewhile(lambda entry: entry.ended_s >= oldest_s, reversed(self._ended.values())):
             if entry.latency is not None:
-                found[entry.owner.band].append(entry.latency)
-        return found
+                latencies[entry.owner.band].append(entry.latency)
+        return latencies
 
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""

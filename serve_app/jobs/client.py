@@ -154,7 +154,7 @@ def _of_all_workers(metrics: Sequence[Sequence[Metric]]) -> tuple[Metric, ...]:
     Gauges are about the database, and equal but for the moment. The state of the storage is the worst that one finds.
     """
     merged: dict[tuple[object, ...], Metric] = {}
-    for metric in (metric for each in metrics for metric in each):
+    for metric in (metric for of_worker in metrics for metric in of_worker):
         key = (metric.name, metric.labels)
         known = merged.setdefault(key, metric)
         if known is metric:

@@ -91,14 +91,14 @@ class Authenticator:
         if scheme.lower() != "bearer" or not key.strip():
             raise invalid_api_key("an API key is required: send `Authorization: Bearer <key>`")
         digest = digest_of(key.strip())
-        found: Principal | None = None
+        owner: Principal | None = None
         for known, principal in self._principals.items():
             # Compare with every entry, so that the time taken reveals nothing about the keys.
             if hmac.compare_digest(known, digest):
-                found = principal
-        if found is None:
+                owner = principal
+        if owner is None:
             raise invalid_api_key("the API key is not known")
-        return found
+        return owner
 
     def _load_if_changed(self, path: Path) -> None:
         with self._lock:
@@ -134,7 +134,7 @@ def _principals_of(path: Path) -> dict[str, Principal]:
 def _version_of(path: Path) -> tuple[int, ...] | None:
     """Return numbers that change with the file; None if it is gone."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -51,8 +51,8 @@ def download(hub_id: str) -> str:
 
 def cached_models(directory: Path = MODELS_DIRECTORY, hub_directory: Path | None = None) -> list[CachedModel]:
     """Return the models in both caches by name; `hub_directory` None: where the environment says."""
-    found = [*_converted_models(directory.expanduser()), *_hub_models(hub_directory)]
-    return sorted(found, key=lambda model: model.name.lower())
+    models = [*_converted_models(directory.expanduser()), *_hub_models(hub_directory)]
+    return sorted(models, key=lambda model: model.name.lower())
 
 
 def _converted_models(directory: Path) -> list[CachedModel]:

@@ -18,21 +18,21 @@ MAX_ENGINES = 32
 _SUMMED_AT_ONCE = 16
 
 
-def engines_shown(engines: Iterable[EngineMetrics], wanted: int | None) -> dict[str, list[EngineMetrics]]:
+def engines_shown(engines: Iterable[EngineMetrics], number: int | None) -> dict[str, list[EngineMetrics]]:
     """Return the engines of each value of the label `engine`: one for each engine, or the value `all` for many.
 
     An engine's value is its index, from "0", in the sorted ids of the replicas that answered, so that all ingresses
-    number the replicas in the same way. `wanted`: the one value to show; None: all.
+    number the replicas in the same way. `number`: the one value to show; None: all.
 
     Raises:
-        InvalidRequest: there is no engine `wanted`.
+        InvalidRequest: there is no engine `number`.
     """
     ordered = sorted(engines, key=lambda engine: engine.replica_id)
-    if wanted is not None:
-        if wanted >= len(ordered):
+    if number is not None:
+        if number >= len(ordered):
             answered = f"the engines are 0 to {len(ordered) - 1}" if ordered else "no engine has answered"
-            raise InvalidRequest(f"engine is {wanted}; {answered}", "engine")
-        return {str(wanted): [ordered[wanted]]}
+            raise InvalidRequest(f"engine is {number}; {answered}", "engine")
+        return {str(number): [ordered[number]]}
     if len(ordered) > MAX_ENGINES:
         return {"all": ordered}
     return {str(index): [engine] for index, engine in enumerate(ordered)}

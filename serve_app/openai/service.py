@@ -308,7 +308,7 @@ class CompletionService:
 
     async def as_json(self, make: Callable[[], JsonObject], caller: Caller) -> bytes:
         """Return a reply that may be large as JSON; a thread makes and writes it."""
-        return await self._replies.run(lambda: json_in_pieces(make()), caller.unread)
+        return await self._replies.run(lambda: json_in_pieces(make()), caller.owner_before_parsing)
 
     async def chunks(self, prepared: PreparedCompletion, item: IndexedDelta) -> list[JsonObject]:
         """Return the chunks of a stream for a delta."""

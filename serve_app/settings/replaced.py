@@ -54,6 +54,6 @@ def refuse_replaced(names: Iterable[str]) -> None:
     Raises:
         ValueError: naming each, with what replaces it.
     """
-    found = [f"{name} is no longer a setting. {REPLACED[name]}" for name in names if name in REPLACED]
-    if found:
-        raise ValueError(" ".join(found))
+    refusals = [f"{name} is no longer a setting. {REPLACED[name]}" for name in names if name in REPLACED]
+    if refusals:
+        raise ValueError(" ".join(refusals))

@@ -52,11 +52,11 @@ def _add_completion(trace: Trace, prepared: PreparedCompletion, has_prompts: boo
         attributes = {**attributes, **_prompt_attributes(prepared.body)}
     name = f"{prepared.body.operation} {prepared.body.model}"
     span = trace.add(name, trace.first, SpanTimes(start_s, end_s), attributes, SpanKind.CLIENT)
-    timelines = sorted(prepared.timelines, key=lambda each: each.finished_s or end_s, reverse=True)
+    timelines = sorted(prepared.timelines, key=lambda line: line.finished_s or end_s, reverse=True)
     for timeline in timelines[:_MAX_SEQUENCES]:
         parent = span
         if len(prepared.timelines) > 1:
-            index = next(index for index, each in enumerate(prepared.timelines) if each is timeline)
+            index = next(index for index, line in enumerate(prepared.timelines) if line is timeline)
             parent = trace.add("sequence", span, SpanTimes(start_s, end_s), {"headway.sequence.index": index})
         _add_sequence(trace, parent, timeline)
     parsing = prepared.format.parsing
@@ -98,17 +98,17 @@ class Stay:
 
 def stays(timeline: Timeline) -> list[Stay]:
     """Return the waits and the placements of a sequence that has ended, in their order."""
-    inside = [each for each in timeline.intervals if not any(each.seconds.get(part) for part in _BEFORE)]
-    groups = [list(group) for _, group in groupby(inside, key=lambda each: id(each.placement))]
-    found = []
+    inside = [interval for interval in timeline.intervals if not any(interval.seconds.get(part) for part in _BEFORE)]
+    groups = [list(group) for _, group in groupby(inside, key=lambda interval: id(interval.placement))]
+    joined = []
     for group in groups:
         placement, times = group[0].placement, SpanTimes(group[0].start_s, group[-1].end_s)
         if placement is None:
-            found.append(Stay(None, times, _reasons(group)))
+            joined.append(Stay(None, times, _reasons(group)))
         else:
             is_lost = placement is not timeline.placements[-1]
-            found.append(Stay(placement, times, {}, _joined(_phases(group)), is_lost))
-    return found
+            joined.append(Stay(placement, times, {}, _joined(_phases(group)), is_lost))
+    return joined
 
 
 def _phases(group: Sequence[Interval]) -> Iterator[tuple[Part, SpanTimes]]:

@@ -44,7 +44,7 @@ class Check:
 
     name: str
     status: Status
-    found: str
+    finding: str
     advice: str = ""
     """Remedy; empty if nothing is to be done."""
 
@@ -66,12 +66,12 @@ def folder_check(name: str, folder: Path, least_bytes: int) -> Check:
     """Check that a folder can be written and has room; if it does not exist, check its nearest existing parent."""
     there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     free = shutil.disk_usage(there).free
-    found = f"{folder}, {decimal(free)} free"
+    finding = f"{folder}, {decimal(free)} free"
     if not os.access(there, os.W_OK | os.X_OK):
-        return Check(name, Status.FAIL, found, f"{there} cannot be written: change its mode or its owner")
+        return Check(name, Status.FAIL, finding, f"{there} cannot be written: change its mode or its owner")
     if free < least_bytes:
-        return Check(name, Status.WARN, found, f"less than {decimal(least_bytes)}: make room")
-    return Check(name, Status.OK, found)
+        return Check(name, Status.WARN, finding, f"less than {decimal(least_bytes)}: make room")
+    return Check(name, Status.OK, finding)
 
 
 def port_check(port: int) -> Check:
@@ -95,19 +95,19 @@ def _processor() -> Check:
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     sets = [name for name in _INSTRUCTION_SETS if name in flags]
     name = fields.get("model name") or platform.processor() or platform.machine()
-    found = f"{name}, {num_usable} cores, {', '.join(sets) or 'unknown instruction sets'}"
+    finding = f"{name}, {num_usable} cores, {', '.join(sets) or 'unknown instruction sets'}"
     if "x86" in platform.machine() and flags and "avx2" not in flags:
-        return Check("processor", Status.WARN, found, "without AVX2 the model is very slow")
-    return Check("processor", Status.OK, found)
+        return Check("processor", Status.WARN, finding, "without AVX2 the model is very slow")
+    return Check("processor", Status.OK, finding)
 
 
 def _memory() -> Check:
     free = available_memory_bytes()
-    found = f"{decimal(psutil.virtual_memory().total)}, {decimal(free)} free"
+    finding = f"{decimal(psutil.virtual_memory().total)}, {decimal(free)} free"
     if free < _LEAST_MEMORY_BYTES:
         advice = f"less than {decimal(_LEAST_MEMORY_BYTES)} is free: end other programs, or raise the container's limit"
-        return Check("memory", Status.WARN, found, advice)
-    return Check("memory", Status.OK, found)
+        return Check("memory", Status.WARN, finding, advice)
+    return Check("memory", Status.OK, finding)
 
 
 def _gpu() -> Check:
@@ -122,23 +122,23 @@ def _gpu() -> Check:
 
 
 def _versions() -> Check:
-    found, missing = [f"python {platform.python_version()}"], []
+    versions, missing = [f"python {platform.python_version()}"], []
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             missing.append(package)
     if missing:
-        return Check("versions", Status.FAIL, ", ".join(found), f"install {', '.join(missing)}: `make venv`")
-    return Check("versions", Status.OK, ", ".join(found))
+        return Check("versions", Status.FAIL, ", ".join(versions), f"install {', '.join(missing)}: `make venv`")
+    return Check("versions", Status.OK, ", ".join(versions))
 
 
 def _compiler() -> Check:
-    found = next(filter(None, map(shutil.which, ("g++", "c++"))), None)
-    if found is None:
+    compiler = next(filter(None, map(shutil.which, ("g++", "c++"))), None)
+    if compiler is None:
         advice = "install g++: the kernels for the processor are compiled at the first start"
         return Check("compiler", Status.WARN, "no C++ compiler", advice)
-    return Check("compiler", Status.OK, found)
+    return Check("compiler", Status.OK, compiler)
 
 
 def _shared_memory() -> Check:
@@ -146,19 +146,21 @@ def _shared_memory() -> Check:
     if not folder.is_dir():
         return Check("/dev/shm", Status.OK, "this system has none")
     usage = shutil.disk_usage(folder)
-    found = f"{decimal(usage.total)}, {decimal(usage.free)} free"
+    finding = f"{decimal(usage.total)}, {decimal(usage.free)} free"
     if usage.free < _LEAST_SHARED_BYTES:
-        return Check("/dev/shm", Status.WARN, found, "Ray will use the disk, which is slow: `docker run --shm-size=1g`")
-    return Check("/dev/shm", Status.OK, found)
+        return Check(
+            "/dev/shm", Status.WARN, finding, "Ray will use the disk, which is slow: `docker run --shm-size=1g`"
+        )
+    return Check("/dev/shm", Status.OK, finding)
 
 
 def _open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{_limit_text(soft)}, at most {_limit_text(hard)}"
+    finding = f"{_limit_text(soft)}, at most {_limit_text(hard)}"
     if hard != resource.RLIM_INFINITY and hard < _LEAST_OPEN_FILES:
         advice = f"each open stream needs a file: raise the hard limit to {_LEAST_OPEN_FILES} or more (`ulimit -Hn`)"
-        return Check("open files", Status.WARN, found, advice)
-    return Check("open files", Status.OK, found)
+        return Check("open files", Status.WARN, finding, advice)
+    return Check("open files", Status.OK, finding)
 
 
 def _limit_text(limit: int) -> str:

@@ -27,25 +27,25 @@ _LIMIT_S = 600.0
 def diagnosis_checks(directory: Path | None) -> Iterator[Check]:
     """Yield the checks of the kernels, and of the memory of the model in `directory`."""
     with stderr().status("Checking the kernels; the first time they are compiled, which takes half a minute ..."):
-        found = _diagnose(directory)
-    if isinstance(found, Check):
-        yield found
+        diagnosis = _diagnose(directory)
+    if isinstance(diagnosis, Check):
+        yield diagnosis
         return
-    yield device_check(found, has_driver=shutil.which("nvidia-smi") is not None)
-    for kernels in found["kernels"]:
+    yield device_check(diagnosis, has_driver=shutil.which("nvidia-smi") is not None)
+    for kernels in diagnosis["kernels"]:
         yield _kernel_check(kernels["name"], kernels["fault"])
-    if found["model_fault"] is not None:
-        yield Check("model", Status.FAIL, found["model_fault"], "choose another model")
+    if diagnosis["model_fault"] is not None:
+        yield Check("model", Status.FAIL, diagnosis["model_fault"], "choose another model")
     elif directory is not None:
-        yield from memory_checks(directory, found)
+        yield from memory_checks(directory, diagnosis)
 
 
 def device_check(diagnosis: Diagnosis, has_driver: bool) -> Check:
     """Check that torch uses the GPU if there is a driver for one."""
-    found = f"{diagnosis['device']}, {diagnosis['dtype']}"
+    finding = f"{diagnosis['device']}, {diagnosis['dtype']}"
     if has_driver and not diagnosis["is_gpu"]:
-        return Check("device", Status.WARN, f"{found}; torch finds no GPU", "install torch for the driver's CUDA")
-    return Check("device", Status.OK, found)
+        return Check("device", Status.WARN, f"{finding}; torch finds no GPU", "install torch for the driver's CUDA")
+    return Check("device", Status.OK, finding)
 
 
 def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
@@ -76,15 +76,15 @@ def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
 def _cache_check(cache_bytes: int, diagnosis: Diagnosis) -> Check:
     per_token, longest = diagnosis["model"]["kv_bytes_per_token"], diagnosis["model"]["max_model_len"]
     num_tokens = cache_bytes // per_token
-    found = (
+    finding = (
         f"about {decimal(cache_bytes)}: {num_tokens:,} tokens of {decimal(per_token)}, "
         f"or {num_tokens / longest:.1f} requests of {longest:,} tokens; "
         f"with kv_cache_dtype=int8 {cache_bytes // diagnosis['model']['kv_bytes_per_token_in_8_bits']:,} tokens"
     )
     if num_tokens >= longest:
-        return Check("KV cache", Status.OK, found)
+        return Check("KV cache", Status.OK, finding)
     remedy = "raise gpu_memory_utilization" if diagnosis["is_gpu"] else "raise kv_cache_bytes"
-    return Check("KV cache", Status.WARN, found, f"no request of full length fits: {remedy} or lower max_model_len")
+    return Check("KV cache", Status.WARN, finding, f"no request of full length fits: {remedy} or lower max_model_len")
 
 
 def _diagnose(directory: Path | None) -> Diagnosis | Check:

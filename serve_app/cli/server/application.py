@@ -90,8 +90,8 @@ def jobs_state(url: str) -> str | None:
         answer = httpx.get(f"{url}/health", timeout=_ANSWER_LIMIT_S, trust_env=False)
     except httpx.TransportError:
         return None
-    found = answer.json().get("jobs") if answer.is_success else None
-    return found if isinstance(found, str) else None
+    state = answer.json().get("jobs") if answer.is_success else None
+    return state if isinstance(state, str) else None
 
 
 def model_card() -> ModelCard:

@@ -50,5 +50,5 @@ def left_data_dir(config: HeadwayConfig) -> Path | None:
 
 def _make_private(folder: Path, default: Path) -> None:
     """Make a folder and those between it and the default one, for their owner alone."""
-    for each in (default, folder.parent, folder) if folder != default else (default,):
-        each.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for directory in (default, folder.parent, folder) if folder != default else (default,):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -74,18 +74,18 @@ def output_to(path: Path) -> Iterator[Terminal]:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
+    originals = os.dup(1), os.dup(2)
     with (
         open(path, "ab", buffering=0) as log,
-        open(kept[0], "w", buffering=1, encoding="utf-8", errors="replace", closefd=False) as out,
-        open(kept[1], "w", buffering=1, encoding="utf-8", errors="replace", closefd=False) as err,
+        open(originals[0], "w", buffering=1, encoding="utf-8", errors="replace", closefd=False) as out,
+        open(originals[1], "w", buffering=1, encoding="utf-8", errors="replace", closefd=False) as err,
     ):
         try:
             for descriptor in (1, 2):
                 os.dup2(log.fileno(), descriptor)
             yield Terminal(out, err)
         finally:
-            for stream, descriptor, original in ((sys.stdout, 1, kept[0]), (sys.stderr, 2, kept[1])):
+            for stream, descriptor, original in ((sys.stdout, 1, originals[0]), (sys.stderr, 2, originals[1])):
                 stream.flush()
                 os.dup2(original, descriptor)
                 os.close(original)

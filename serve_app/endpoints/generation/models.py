@@ -52,7 +52,7 @@ class ModelEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """Answer POST /tokenize: encode a prompt or messages."""
-        owner = caller_of(request).unread
+        owner = caller_of(request).owner_before_parsing
         body = await self._bodies.read(request, TokenizeBody, TOKENIZE_IGNORED)
         check_model(body.model, self._model.names)
         card = await self._model.card()
@@ -69,7 +69,7 @@ class ModelEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """Answer POST /detokenize."""
-        owner = caller_of(request).unread
+        owner = caller_of(request).owner_before_parsing
         body = await self._bodies.read(request, DetokenizeBody, {})
         check_model(body.model, self._model.names)
         card = await self._model.card()

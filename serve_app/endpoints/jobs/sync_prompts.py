@@ -171,7 +171,7 @@ class SyncPromptEndpoints:
         caller = caller_of(request)
         query = parse_body(StreamQuery, request.query_params, {})
         make = partial(self._maker.sync, self._settings.limits.max_prompts)
-        prompts = await self._bodies.convert(request, make, caller.unread)
+        prompts = await self._bodies.convert(request, make, caller.owner_before_parsing)
         exchange.timeline.received(self._clock.monotonic())
         run = PromptRun(self._service, prompts, caller, exchange, self._clock)
         exchange.details |= {"num_prompts": len(prompts.bodies), "tenant": caller.principal.tenant}

@@ -88,14 +88,14 @@ class LineQueue:
         self.changed_bands.clear()
 
         owner = self._ownership.id
-        found = await self._context.database.read(lambda connection: _look(connection, model, owner, running))
-        self.open_batches, self.backlog.waiting = found.open_batches, found.backlog
-        self.backlog.throughput.others, self.running_elsewhere = found.others, found.running_elsewhere
+        state = await self._context.database.read(lambda connection: _look(connection, model, owner, running))
+        self.open_batches, self.backlog.waiting = state.open_batches, state.backlog
+        self.backlog.throughput.others, self.running_elsewhere = state.others, state.running_elsewhere
         self.min_period_s = min(_REFRESH_S, _REST_FACTOR * (clock.monotonic() - self._polled_s))
         tenants = {batch.tenant for batch in self.open_batches}
         self.turns = {tenant: turn for tenant, turn in self.turns.items() if tenant in tenants}
         self.backlog.throughput.retain({*running, *(batch.id for batch in self.open_batches)})
-        return set(running) - found.in_progress
+        return set(running) - state.in_progress
 
     def late_deadline(self, leased: Iterable[Backlog]) -> float:
         """Return a unix time; batches with a deadline up to it are expected to miss it.
@@ -108,9 +108,9 @@ class LineQueue:
         """Lease lines for this process; return none if it was declared dead during the transaction."""
         owner = self._ownership.id
 
-        wanted = {request.batch.id: request.num_lines for request in requests}
-        leased: dict[str, list[LeasedLine]] = {batch_id: [] for batch_id in wanted}
-        for line in await self._context.database.write(lambda connection: lease_lines(connection, owner, wanted)):
+        num_lines = {request.batch.id: request.num_lines for request in requests}
+        leased: dict[str, list[LeasedLine]] = {batch_id: [] for batch_id in num_lines}
+        for line in await self._context.database.write(lambda connection: lease_lines(connection, owner, num_lines)):
             leased[line.batch_id].append(line)
         if owner != self._ownership.id:
             return []

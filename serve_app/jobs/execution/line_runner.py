@@ -163,7 +163,7 @@ class LineRunner:
             request_id=line_task.line.request_id,
             arrival_unix_s=now,
             principal=Principal(line_task.batch.tenant, line_task.band),
-            wanted_band=line_task.band,
+            requested_band=line_task.band,
             timeout_s=None if expires is None else max(0.001, expires - now),
             timeline=timeline,
         )

@@ -145,12 +145,12 @@ class Worker:
         self._queue.backlog.not_sent = backlog_of(line_task for line_task in line_tasks if not line_task.is_sent)
         late_deadline = self._queue.late_deadline(backlog_of(line_tasks))
         self._raise_late_lines(late_deadline)
-        wanted = plan(
+        requests = plan(
             self._queue.open_batches, late_deadline, self._capacity_for, self._num_running(), self._queue.turns
         )
-        if not wanted:
+        if not requests:
             return
-        for request, lines in await self._queue.lease(wanted):
+        for request, lines in await self._queue.lease(requests):
             for line in lines:
                 self._start(LineTask(line, request.batch, request.band))
 

@@ -170,8 +170,8 @@ def finish_batch(connection: Connection, batch: BatchRow, owner: str, files: Seq
 def batch_with_old_lines(connection: Connection) -> str | None:
     """Return the id of a final batch whose lines are in its result files and can be deleted; None: there is none."""
     query = select(batches.c.id).where(batches.c.ending.isnot(None), batches.c.status.in_(FINAL)).limit(1)
-    found: str | None = connection.execute(query).scalar()
-    return found
+    batch_id: str | None = connection.execute(query).scalar()
+    return batch_id
 
 
 def forget_old_lines(connection: Connection, batch_id: str) -> None:

@@ -179,23 +179,23 @@ def request_id_of(batch_id: str, position: int) -> str:
     return f"{batch_id.rpartition('_')[2]}-{position}"
 
 
-def lease_lines(connection: Connection, owner: str, wanted: Mapping[str, int]) -> list[LeasedLine]:
-    """Lease up to `wanted[batch_id]` queued lines of each batch and return them, the longest of a batch first.
+def lease_lines(connection: Connection, owner: str, num_lines: Mapping[str, int]) -> list[LeasedLine]:
+    """Lease up to `num_lines[batch_id]` queued lines of each batch and return them, the longest of a batch first.
 
     None are leased of a batch that is not in progress, of a job that another transaction has locked, or if the owner is
     dead.
     """
-    if not wanted or not is_alive(connection, owner):
+    if not num_lines or not is_alive(connection, owner):
         return []
-    found = {"batch_ids": list(wanted)}
+    of_batches = {"batch_ids": list(num_lines)}
     # A job that is locked is being leased or cancelled by another worker; a larger batch has lines for several.
-    rows = [*connection.execute(_LOCK_BATCHES, found), *connection.execute(_LOCK_JOBS, found)]
+    rows = [*connection.execute(_LOCK_BATCHES, of_batches), *connection.execute(_LOCK_JOBS, of_batches)]
     tenants = {row.id: row.tenant for row in rows}
     leased: list[Row[Any]] = []
-    if whole := [row.id for row in rows if row.num_queued <= wanted[row.id]]:
+    if whole := [row.id for row in rows if row.num_queued <= num_lines[row.id]]:
         leased += connection.execute(_LEASE_ALL, {"batch_ids": whole, "owner": owner})
     for batch_id in tenants.keys() - set(whole):
-        parameters = {"of_batch": batch_id, "max_lines": wanted[batch_id], "owner": owner}
+        parameters = {"of_batch": batch_id, "max_lines": num_lines[batch_id], "owner": owner}
         leased += connection.execute(_LEASE, parameters)
     _add_queued(connection, {batch_id: -number for batch_id, number in Counter(row.batch_id for row in leased).items()})
     leased.sort(key=lambda row: (row.batch_id, row.length_rank, row.prefix_key, row.position))
@@ -270,31 +270,33 @@ def close_lines(connection: Connection, batch: BatchRow, status: LineStatus, err
     """End up to `limit` queued or running lines of a closing batch with `status`, and return their number."""
     lock_batches(connection, [batch.id])
     undone = (LineStatus.QUEUED.value, LineStatus.RUNNING.value)
-    some = connection.execute(
+    rows = connection.execute(
         select(lines.c.position, lines.c.status, lines.c.expected_tokens)
         .where(lines.c.batch_id == batch.id, lines.c.status.in_(undone))
         .limit(limit)
     ).all()
-    if not some:
+    if not rows:
         return 0
-    these = (lines.c.batch_id == batch.id) & lines.c.position.in_([row.position for row in some])
+    these = (lines.c.batch_id == batch.id) & lines.c.position.in_([row.position for row in rows])
     values = {"status": status.value, "owner": None, "body": None, "error": error}
     connection.execute(update(lines).where(these).values(values))
     sums = {
-        "num_failed": batches.c.num_failed + len(some),
-        "num_queued": batches.c.num_queued - sum(row.status == LineStatus.QUEUED.value for row in some),
-        "waiting_tokens": batches.c.waiting_tokens - sum(row.expected_tokens for row in some),
+        "num_failed": batches.c.num_failed + len(rows),
+        "num_queued": batches.c.num_queued - sum(row.status == LineStatus.QUEUED.value for row in rows),
+        "waiting_tokens": batches.c.waiting_tokens - sum(row.expected_tokens for row in rows),
     }
     connection.execute(update(batches).where(batches.c.id == batch.id).values(sums))
-    return len(some)
+    return len(rows)
 
 
 def delete_lines(connection: Connection, batch_id: str, limit: int) -> int:
     """Delete up to `limit` of a batch's lines, and return their number."""
     # In order: the sweepers of two workers may delete the same lines.
-    some = select(lines.c.position).where(lines.c.batch_id == batch_id).order_by(lines.c.position).limit(limit)
-    some = some.with_for_update()
-    return connection.execute(delete(lines).where(lines.c.batch_id == batch_id, lines.c.position.in_(some))).rowcount
+    positions = select(lines.c.position).where(lines.c.batch_id == batch_id).order_by(lines.c.position).limit(limit)
+    positions = positions.with_for_update()
+    return connection.execute(
+        delete(lines).where(lines.c.batch_id == batch_id, lines.c.position.in_(positions))
+    ).rowcount
 
 
 def ended_lines(connection: Connection, batch_id: str, after: int, limit: int, is_success: bool) -> list[Row[Any]]:

@@ -60,16 +60,16 @@ class WebhookGuard:
             AddressRefused: the host has no address, or one that webhooks may not call.
         """
         try:
-            found = list(dict.fromkeys(await self._resolve(host, port)))
+            addresses = list(dict.fromkeys(await self._resolve(host, port)))
         except (OSError, UnicodeError, OverflowError) as error:
             raise AddressRefused(f"the host {host} is not known: {error}") from error
-        if not found:
+        if not addresses:
             raise AddressRefused(f"the host {host} has no address")
         if not self._allowed.has_name(host):
-            for address in map(ip_address, found):
+            for address in map(ip_address, addresses):
                 if not is_public(address) and not self._allowed.has_address(address):
                     raise AddressRefused(f"the host {host} leads to {address}, which is not public")
-        return found
+        return addresses
 
 
 class SystemResolver:

@@ -43,7 +43,7 @@ class Caller:
     """Id that no other running request has; the ids of the sequences start with it."""
     arrival_unix_s: float
     principal: Principal
-    wanted_band: Band | None = None
+    requested_band: Band | None = None
     """Band from `x-headway-priority`, which holds a band's name or number."""
     timeout_s: float | None = None
     """Time-out from `request-timeout-ms`, seconds from the request's arrival; a later answer is useless."""
@@ -79,7 +79,7 @@ class Caller:
             request_id,
             arrival_unix_s,
             principal,
-            wanted_band=None if band_name is None else _BAND_OF_NAME[band_name.lower()],
+            requested_band=None if band_name is None else _BAND_OF_NAME[band_name.lower()],
             timeout_s=None if timeout_ms is None else timeout_ms / 1000,
             sdk_timeout_s=None if sdk_timeout_s == SDK_DEFAULT_TIMEOUT_S else sdk_timeout_s,
             timeline=timeline,
@@ -88,18 +88,18 @@ class Caller:
     def band_of(self, body: GenerationBody) -> Band:
         """Return the band: `priority`, else the header, else `service_tier`, no more urgent than the ceiling."""
         if body.priority is not None:
-            wanted = Band(body.priority)
-        elif self.wanted_band is not None:
-            wanted = self.wanted_band
+            band = Band(body.priority)
+        elif self.requested_band is not None:
+            band = self.requested_band
         else:
-            wanted = _BAND_OF_TIER[body.service_tier or "auto"]
-        return max(wanted, self.principal.band_ceiling)
+            band = _BAND_OF_TIER[body.service_tier or "auto"]
+        return max(band, self.principal.band_ceiling)
 
     @property
-    def unread(self) -> WorkOwner:
+    def owner_before_parsing(self) -> WorkOwner:
         """Owner of the work on a body that has not been parsed: in the most urgent band that the body may ask for."""
         ceiling = self.principal.band_ceiling
-        band = ceiling if self.wanted_band is None else max(self.wanted_band, ceiling)
+        band = ceiling if self.requested_band is None else max(self.requested_band, ceiling)
         return WorkOwner(band, self.principal.tenant)
 
     def owner_of(self, body: GenerationBody) -> WorkOwner:
@@ -108,7 +108,7 @@ class Caller:
 
     def background_band_of(self, body: GenerationBody) -> Band:
         """Return the band of asynchronous work: `batch`, unless the request asks for another band."""
-        is_explicit = body.priority is not None or self.wanted_band is not None or body.service_tier is not None
+        is_explicit = body.priority is not None or self.requested_band is not None or body.service_tier is not None
         return self.band_of(body) if is_explicit else Band.BATCH
 
     def deadline_of(self, body: GenerationBody) -> float | None:

@@ -30,10 +30,10 @@ UploadPurpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data"
 
 
 def _window_s(text: object) -> float:
-    found = _WINDOW.fullmatch(text) if isinstance(text, str) else None
-    if found is None:
+    window = _WINDOW.fullmatch(text) if isinstance(text, str) else None
+    if window is None:
         raise PydanticCustomError(INVALID, "must be a duration such as 24h, 30m or 90s")
-    window_s = int(found[1]) * _SECONDS_OF_UNIT[found[2]]
+    window_s = int(window[1]) * _SECONDS_OF_UNIT[window[2]]
     if window_s > MAX_WINDOW_S:
         raise PydanticCustomError(INVALID, "must be at most {limit} s", {"limit": MAX_WINDOW_S})
     return float(window_s)

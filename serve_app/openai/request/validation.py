@@ -138,11 +138,11 @@ def completion_requests(
         num_free = card.max_model_len - len(prompt.token_ids)
         max_tokens = min(default, num_free) if body.max_tokens is None else body.max_tokens
         # With `max_tokens` 0 the engine only accepts a request that asks for the prompt's log probabilities.
-        wanted = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
+        counts = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
         if body.echo and (body.logprobs is not None or max_tokens == 0):
-            wanted.append(body.logprobs or 0)
+            counts.append(body.logprobs or 0)
         params.append(
-            _sampling_params(body, card, max_tokens, logprobs=body.logprobs, prompt_logprobs=max(wanted, default=None))
+            _sampling_params(body, card, max_tokens, logprobs=body.logprobs, prompt_logprobs=max(counts, default=None))
         )
     return _requests(body, prompts, params, caller, rng, cache_salt)
 
@@ -226,12 +226,12 @@ def check_echo(body: GenerationBody, num_tokens: int, limits: RequestLimits) -> 
     Raises:
         InvalidRequest: naming the field, the limit and the value.
     """
-    name, wanted = "prompt_logprobs", [] if body.prompt_logprobs is None else [body.prompt_logprobs]
+    name, counts = "prompt_logprobs", [] if body.prompt_logprobs is None else [body.prompt_logprobs]
     if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
-        name, wanted = "logprobs", [*wanted, body.logprobs]
-    num_logprobs = num_tokens * body.n * (max(wanted) + 1) if wanted else 0
+        name, counts = "logprobs", [*counts, body.logprobs]
+    num_logprobs = num_tokens * body.n * (max(counts) + 1) if counts else 0
     if num_logprobs > limits.max_echo_logprobs:
-        message = f"{num_tokens} prompt tokens, times `n` = {body.n}, times `{name}` + 1 = {max(wanted) + 1}"
+        message = f"{num_tokens} prompt tokens, times `n` = {body.n}, times `{name}` + 1 = {max(counts) + 1}"
         raise InvalidRequest(
             f"{message}, are {num_logprobs} log probabilities; at most {limits.max_echo_logprobs} are accepted", name
         )

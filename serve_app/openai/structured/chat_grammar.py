@@ -75,11 +75,11 @@ def _bound_tools(body: ChatBody, family: ChatFamily) -> tuple[list[Tool], tuple[
             continue
         if tool.parameters is not None:
             param = f"tools[{index}].function.parameters"
-            found = enforceable_schema(tool.parameters, param, is_strict=tool.strict)
-            tool = replace(tool, parameters=found.schema)
+            enforceable = enforceable_schema(tool.parameters, param, is_strict=tool.strict)
+            tool = replace(tool, parameters=enforceable.schema)
             of_family = family.calls.unenforced(tool)
             if tool.strict:
                 refuse_unenforced(of_family, param)
-            not_enforced += [f"{place}{pointer}" for pointer in (*found.not_enforced, *of_family)]
+            not_enforced += [f"{place}{pointer}" for pointer in (*enforceable.not_enforced, *of_family)]
         tools.append(tool)
     return tools, tuple(not_enforced)

@@ -145,9 +145,9 @@ class _Reduction:
 
     def _count_patterns(self, schema: Schema, place: str) -> None:
         by_name = schema.get("patternProperties")
-        found = ("pattern" in schema) + (len(by_name) if isinstance(by_name, dict) else 0)
-        self._num_patterns += found
-        self._num_met_patterns += found if "/allOf/" in place else 0
+        num_patterns = ("pattern" in schema) + (len(by_name) if isinstance(by_name, dict) else 0)
+        self._num_patterns += num_patterns
+        self._num_met_patterns += num_patterns if "/allOf/" in place else 0
         counts = (self._num_patterns, MAX_PATTERNS, ""), (self._num_met_patterns, MAX_MET_PATTERNS, " within `allOf`")
         for count, limit, where in counts:
             if count > limit:

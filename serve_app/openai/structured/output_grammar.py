@@ -100,10 +100,10 @@ class GrammarChecker:
             raise InvalidRequest(message) from None
 
     def _checked(self, make: Callable[[], OutputGrammar | None]) -> OutputGrammar | None:
-        found = make()
-        if found is not None:
-            self._compiler.check(found.grammar, found.param)
-        return found
+        grammar = make()
+        if grammar is not None:
+            self._compiler.check(grammar.grammar, grammar.param)
+        return grammar
 
 
 def output_grammar(body: GenerationBody) -> OutputGrammar | None:
@@ -117,31 +117,31 @@ def output_grammar(body: GenerationBody) -> OutputGrammar | None:
     match body.response_format:
         case JsonObjectFormat():
             return _of_schema(_ANY_OBJECT, "response_format")
-        case JsonSchemaFormat(json_schema=wanted):
-            return _of_schema(wanted.schema_, "response_format.json_schema.schema", is_strict=wanted.strict)
+        case JsonSchemaFormat(json_schema=form):
+            return _of_schema(form.schema_, "response_format.json_schema.schema", is_strict=form.strict)
         case StructuralTag() as tag:
             return _of_structural_tag(tag, "response_format")
         case _:
             return None
 
 
-def _of_structured_outputs(wanted: StructuredOutputs) -> OutputGrammar:
-    has_whitespace = not wanted.disable_any_whitespace
-    if wanted.json_ is not None:
+def _of_structured_outputs(outputs: StructuredOutputs) -> OutputGrammar:
+    has_whitespace = not outputs.disable_any_whitespace
+    if outputs.json_ is not None:
         param = "structured_outputs.json"
-        return _of_schema(_schema_of(wanted.json_, param), param, has_whitespace=has_whitespace)
-    if wanted.json_object:
+        return _of_schema(_schema_of(outputs.json_, param), param, has_whitespace=has_whitespace)
+    if outputs.json_object:
         return _of_schema(_ANY_OBJECT, "structured_outputs.json_object", has_whitespace=has_whitespace)
-    if wanted.regex is not None:
-        return OutputGrammar(regex_grammar(wanted.regex), "structured_outputs.regex")
-    if wanted.choice is not None:
-        return OutputGrammar(choice_grammar(wanted.choice), "structured_outputs.choice")
-    if wanted.grammar is not None:
-        return OutputGrammar(lark_grammar(wanted.grammar, "structured_outputs.grammar"), "structured_outputs.grammar")
-    assert wanted.structural_tag is not None
+    if outputs.regex is not None:
+        return OutputGrammar(regex_grammar(outputs.regex), "structured_outputs.regex")
+    if outputs.choice is not None:
+        return OutputGrammar(choice_grammar(outputs.choice), "structured_outputs.choice")
+    if outputs.grammar is not None:
+        return OutputGrammar(lark_grammar(outputs.grammar, "structured_outputs.grammar"), "structured_outputs.grammar")
+    assert outputs.structural_tag is not None
     param = "structured_outputs.structural_tag"
     try:
-        return _of_structural_tag(StructuralTag.model_validate_json(wanted.structural_tag), param)
+        return _of_structural_tag(StructuralTag.model_validate_json(outputs.structural_tag), param)
     except ValidationError as error:
         reason = error.errors(include_url=False)[0]
         message = f"`{param}` is no structural tag: {'.'.join(map(str, reason['loc']))} {reason['msg']}"
@@ -151,17 +151,17 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> OutputGrammar:
 def _of_schema(
     schema: Schema | bool, param: str, *, is_strict: bool = False, has_whitespace: bool = True
 ) -> OutputGrammar:
-    found = enforceable_schema(schema, param, is_strict=is_strict, has_whitespace=has_whitespace)
-    return OutputGrammar(json_schema_grammar(found.schema), param, found.not_enforced)
+    enforceable = enforceable_schema(schema, param, is_strict=is_strict, has_whitespace=has_whitespace)
+    return OutputGrammar(json_schema_grammar(enforceable.schema), param, enforceable.not_enforced)
 
 
 def _of_structural_tag(tag: StructuralTag, param: str) -> OutputGrammar:
     tags, not_enforced = [], []
     for index, structure in enumerate(tag.structures):
-        trigger = max((each for each in tag.triggers if structure.begin.startswith(each)), key=len)
-        found = enforceable_schema(structure.schema_, f"{param}.structures[{index}].schema")
-        tags.append(MarkedPart(trigger, structure.begin, found.schema, structure.end))
-        not_enforced += [f"/structures/{index}/schema{pointer}" for pointer in found.not_enforced]
+        trigger = max((prefix for prefix in tag.triggers if structure.begin.startswith(prefix)), key=len)
+        enforceable = enforceable_schema(structure.schema_, f"{param}.structures[{index}].schema")
+        tags.append(MarkedPart(trigger, structure.begin, enforceable.schema, structure.end))
+        not_enforced += [f"/structures/{index}/schema{pointer}" for pointer in enforceable.not_enforced]
     return OutputGrammar(structural_tag_grammar(tags), param, tuple(not_enforced))
 
 

@@ -209,9 +209,9 @@ class PromptEncoder:
             token_ids = encoding.ids
         else:
             token_ids = prompt
-        kept = token_ids if truncation is None else truncation.kept(token_ids)
-        is_whole_text = isinstance(prompt, str) and len(kept) == len(token_ids)
-        return EncodedPrompt(tuple(kept), str(prompt) if is_whole_text else None)
+        kept_ids = token_ids if truncation is None else truncation.kept(token_ids)
+        is_whole_text = isinstance(prompt, str) and len(kept_ids) == len(token_ids)
+        return EncodedPrompt(tuple(kept_ids), str(prompt) if is_whole_text else None)
 
     def _refuse_hopeless(self, turns: ChatTurns, max_prompt_tokens: int | None) -> None:
         """Refuse, without rendering, a conversation whose users' texts alone are too long.

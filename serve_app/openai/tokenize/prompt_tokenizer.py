@@ -71,8 +71,8 @@ class PromptTokenizer:
             NoReplicaAvailable: the process that did the work has ended.
         """
         work = partial(self._encoder.encode_chat, turns, max_prompt_tokens, add_special_tokens, truncation)
-        min_bytes = 0 if turns.tools else _LONG_PROMPT_BYTES
-        return await self._workers.run_apart(work, owner, turns.messages.num_bytes, min_bytes)
+        thread_bytes = 0 if turns.tools else _LONG_PROMPT_BYTES
+        return await self._workers.run_by_size(work, owner, turns.messages.num_bytes, thread_bytes)
 
     async def encode_prompts(
         self,
@@ -88,11 +88,10 @@ class PromptTokenizer:
         Raises:
             InvalidRequest: a text is too long for `max_prompt_tokens` tokens.
             Overloaded, NoReplicaAvailable: as `encode_chat` does.
-            Overloaded: too much work waits.
         """
         self._encoder.refuse_long_texts(prompts, max_prompt_tokens)  # Before the texts go to another process.
         work = partial(self._encoder.encode_prompts, prompts, max_prompt_tokens, add_special_tokens, truncation)
-        return await self._workers.run_apart(work, owner, sum(map(len, prompts)), _LONG_PROMPT_BYTES)
+        return await self._workers.run_by_size(work, owner, sum(map(len, prompts)), _LONG_PROMPT_BYTES)
 
     async def word_tokens(self, words: Sequence[str], owner: WorkOwner = SERVER) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of words, at the beginning of a text and behind a space."""

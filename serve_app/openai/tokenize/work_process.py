@@ -81,8 +81,8 @@ class WorkProcess:
         timer.start()
         try:
             self._send(work)
-            found: ResultT = self._receive()
-            return found
+            result: ResultT = self._receive()
+            return result
         finally:
             timer.cancel()
 
@@ -104,13 +104,13 @@ class WorkProcess:
 
     def _receive(self) -> Any:
         try:
-            is_done, found = self._connection.recv()
+            is_done, result = self._connection.recv()
         except (EOFError, OSError):
             self.end()
             raise _lost() from None
         if not is_done:
-            raise found
-        return found
+            raise result
+        return result
 
 
 class WorkProcesses:

@@ -22,7 +22,7 @@ SERVER = WorkOwner(Band.INTERACTIVE, "")
 """Owner of the server's own work."""
 
 _NO_LIMITS = WorkLimits()
-_APART_BYTES = 2**14
+_PROCESS_BYTES = 2**14
 """Size from which work of bands below `interactive` is done in a process."""
 
 
@@ -30,8 +30,8 @@ class WorkerThreads:
     """Thread pool of fixed size, used on one event loop. `WorkQueue` has the order and the bounds of waiting work.
 
     Bands below `interactive` leave one thread free for it, if there is more than one: work cannot be interrupted.
-    Work that holds the GIL throughout a call into C still blocks the event loop. `run_apart` gives large work of those
-    bands to processes, at most one for each thread that the bands may use.
+    Work that holds the GIL throughout a call into C still blocks the event loop. `run_by_size` gives large work of
+    those bands to processes, at most one for each thread that the bands may use.
 
     Invariant: a thread is free only if no work may start.
     """
@@ -52,21 +52,23 @@ class WorkerThreads:
         self._num_running = dict.fromkeys(Band, 0)
         self._processes = None if prepare is None else WorkProcesses(prepare, max(1, num_threads - 1))
 
-    async def run_apart(
-        self, work: Callable[[], ResultT], owner: WorkOwner = SERVER, num_bytes: int = 0, min_bytes: int = 0
+    async def run_by_size(
+        self, work: Callable[[], ResultT], owner: WorkOwner = SERVER, num_bytes: int = 0, thread_bytes: int = 0
     ) -> ResultT:
-        """Do as `run`; a process does large work of a band below `interactive` while the thread waits.
+        """Return the result of `work`, which is done where its size and band put it.
 
-        Work of less than `min_bytes` is done at once on the event loop.
-        The work and its result are pickled.
+        1. Work of less than `thread_bytes` is done at once on the event loop.
+        2. Large work of a band below `interactive` is done in a process while a thread waits; it is pickled, and so is
+           its result.
+        3. Other work is done in a thread, as by `run`.
 
         Raises:
             Overloaded: as `run`.
             NoReplicaAvailable: the process has ended.
         """
-        if num_bytes < min_bytes:
+        if num_bytes < thread_bytes:
             return work()
-        if self._processes is not None and num_bytes >= _APART_BYTES and owner.band is not Band.INTERACTIVE:
+        if self._processes is not None and num_bytes >= _PROCESS_BYTES and owner.band is not Band.INTERACTIVE:
             work = partial(self._processes.run, work)
         return await self.run(work, owner, num_bytes)
 
@@ -86,8 +88,8 @@ class WorkerThreads:
         self._start_next()
         expiry = loop.call_later(self._limits.max_wait_s, self._expire, queued, result)
         try:
-            found: ResultT = await result
-            return found
+            outcome: ResultT = await result
+            return outcome
         finally:
             expiry.cancel()
             self._waiting.pop(queued, None)

@@ -99,8 +99,8 @@ class ChatFamily:
     def markers(self) -> tuple[str, ...]:
         """Markers that open calls, and all those around reasoning and the answer."""
         reasoning = [self.reasoning.begin, self.reasoning.end] if self.reasoning else []
-        found = (self.calls.begin, *self.calls.other_begins, *reasoning, *self.answer_markers)
-        return tuple(marker for marker in found if marker)
+        markers = (self.calls.begin, *self.calls.other_begins, *reasoning, *self.answer_markers)
+        return tuple(marker for marker in markers if marker)
 
     def visible_tokens(self, special_tokens: Collection[str]) -> frozenset[str]:
         """Return those of a tokenizer's special tokens that the generated text must show, so that it can be parsed."""

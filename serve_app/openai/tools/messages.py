@@ -85,20 +85,20 @@ def _prompt_id(family: ChatFamily, call_id: str) -> str:
 
 def _with_results_as_text(turns: Sequence[JsonObject]) -> list[JsonObject]:
     """Return the turns with each run of results as one message of the user, for templates that know no results."""
-    found: list[JsonObject] = []
+    merged: list[JsonObject] = []
     was_result = False
     for turn in turns:
         is_result = turn.get("role") == "tool"
         if is_result:
             text = f"<tool_response>\n{turn.get('content')}\n</tool_response>"
             if was_result:
-                found[-1]["content"] += f"\n{text}"
+                merged[-1]["content"] += f"\n{text}"
             else:
-                found.append({"role": "user", "content": text})
+                merged.append({"role": "user", "content": text})
         else:
-            found.append(turn)
+            merged.append(turn)
         was_result = is_result
-    return found
+    return merged
 
 
 def _with_tools(family: ChatFamily, turns: list[JsonObject], tools: Sequence[JsonObject]) -> list[JsonObject]:

@@ -68,8 +68,8 @@ def _keys(function: object) -> tuple[str, str] | None:
     """Return the names of the values that become the name and the arguments."""
     if not isinstance(function, dict):
         return None
-    found = [_PLACEHOLDER.fullmatch(str(function.get(key))) for key in ("name", "arguments")]
-    name, arguments = found
+    matches = [_PLACEHOLDER.fullmatch(str(function.get(key))) for key in ("name", "arguments")]
+    name, arguments = matches
     return (name[1], arguments[1]) if name and arguments else None
 
 
@@ -81,8 +81,8 @@ def _parts(field: Mapping[str, Any], key: str) -> list[str] | None:
     if not isinstance(pattern, str):
         return [] if key == "close" and literal is None and pattern is None else None
     parts = [_plain_text(part) for part in _NAME_GROUP.split(pattern)]
-    found = [part for part in parts if part is not None]
-    return found if len(found) == len(parts) <= (2 if key == "open" else 1) and found[0] else None
+    texts = [part for part in parts if part is not None]
+    return texts if len(texts) == len(parts) <= (2 if key == "open" else 1) and texts[0] else None
 
 
 def _plain_text(pattern: str) -> str | None:

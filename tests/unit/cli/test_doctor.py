@@ -29,7 +29,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 
 def test_this_machine_is_described() -> None:
     found = by_name(list(machine_checks(8000)))
-    assert "cores" in found["processor"].found and "torch" in found["versions"].found
+    assert "cores" in found["processor"].finding and "torch" in found["versions"].finding
     assert all(check.advice for check in found.values() if check.status is not Status.OK)
 
 
@@ -69,7 +69,7 @@ def test_weights_that_are_not_whole_fail(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((DEMO / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes((DEMO / "model.safetensors").read_bytes()[:-1])
     [check] = memory_checks(tmp_path, ON_CPU)
-    assert check.status is Status.FAIL and "truncated" in check.found
+    assert check.status is Status.FAIL and "truncated" in check.finding
 
 
 @pytest.mark.deep

@@ -20,7 +20,9 @@ class Workers:
     def __init__(self) -> None:
         self.owners: list[WorkOwner] = []
 
-    async def run_apart(self, work: Callable[[], Any], owner: WorkOwner, num_bytes: int, min_bytes: int = 0) -> Any:
+    async def run_by_size(
+        self, work: Callable[[], Any], owner: WorkOwner, num_bytes: int, thread_bytes: int = 0
+    ) -> Any:
         self.owners.append(owner)
         return work()
 

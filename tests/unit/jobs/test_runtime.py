@@ -276,7 +276,7 @@ async def test_an_urgent_job_does_not_wait_for_a_batch(database_url, files, comp
         await submit(process, new_batch(50))
         await until(lambda: completions.num_running >= 2)
         await submit(process, new_batch(1, BatchKind.JOB, band=Band.INTERACTIVE))
-        await until(lambda: Band.INTERACTIVE in {caller.wanted_band for caller in completions.callers})
+        await until(lambda: Band.INTERACTIVE in {caller.requested_band for caller in completions.callers})
         assert len(completions.asked) < 10
 
 
@@ -287,13 +287,13 @@ async def test_lines_of_a_late_batch_restart_in_an_urgent_band(database_url, fil
         batch = await submit(process, new_batch(3, window_s=3600.0, band_ceiling=Band.INTERACTIVE))
         modest = await submit(process, new_batch(1, window_s=3600.0, band_ceiling=Band.BATCH, tenant="modest"))
         await until(lambda: completions.num_running >= 2)
-        assert {caller.wanted_band for caller in completions.callers} == {Band.BATCH}
+        assert {caller.requested_band for caller in completions.callers} == {Band.BATCH}
         now += 3500
-        await until(lambda: Band.STANDARD in {caller.wanted_band for caller in completions.callers})
+        await until(lambda: Band.STANDARD in {caller.requested_band for caller in completions.callers})
         completions.gate.set()
         assert (await ended(process, batch)).counts.completed == 3
         assert (await ended(process, modest)).status is BatchStatus.COMPLETED
-    bands = {(caller.principal.tenant, caller.wanted_band) for caller in completions.callers}
+    bands = {(caller.principal.tenant, caller.requested_band) for caller in completions.callers}
     assert bands == {(TENANT, Band.BATCH), (TENANT, Band.STANDARD), ("modest", Band.BATCH)}
 
 

@@ -188,7 +188,7 @@ async def test_urgent_jobs_pass_background_work_that_other_workers_hold(
         await first.service.submit(new_batch(200))
         await until(lambda: completions.num_running >= 4)
         await workers.processes[2].service.submit(new_batch(1, BatchKind.JOB, band=Band.INTERACTIVE))
-        await until(lambda: Band.INTERACTIVE in {caller.wanted_band for caller in completions.callers})
+        await until(lambda: Band.INTERACTIVE in {caller.requested_band for caller in completions.callers})
         assert len(completions.asked) < 100
 
 

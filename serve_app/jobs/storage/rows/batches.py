@@ -91,8 +91,8 @@ def lock_batches(connection: Connection, batch_ids: Iterable[str]) -> list[Batch
     On SQLite the database's only write lock already does so. On PostgreSQL each transaction that changes lines first
     locks their batches in order of id. That keeps the counts consistent and prevents deadlocks.
     """
-    wanted = list(set(batch_ids))
-    return list(connection.execute(_LOCK, {"batch_ids": wanted})) if wanted else []
+    distinct_ids = list(set(batch_ids))
+    return list(connection.execute(_LOCK, {"batch_ids": distinct_ids})) if distinct_ids else []
 
 
 def get_batch(connection: Connection, tenant: str, batch_id: str, is_to_change: bool = False) -> BatchRow:

@@ -58,12 +58,12 @@ def add_report(connection: Connection, report: UsageReport, now: float) -> None:
 def find_usage(connection: Connection, query: UsageQuery) -> UsagePage:
     """Return the usage that a query asks for."""
     order = (usage.c.day, usage.c.tenant, usage.c.model, usage.c.band)
-    found = select(usage).where(usage.c.day.between(query.first_day.isoformat(), query.last_day.isoformat()))
+    selection = select(usage).where(usage.c.day.between(query.first_day.isoformat(), query.last_day.isoformat()))
     if query.tenant is not None:
-        found = found.where(usage.c.tenant == query.tenant)
+        selection = selection.where(usage.c.tenant == query.tenant)
     if query.model is not None:
-        found = found.where(usage.c.model == query.model)
-    rows = connection.execute(found.order_by(*order).limit(query.limit + 1)).all()
+        selection = selection.where(usage.c.model == query.model)
+    rows = connection.execute(selection.order_by(*order).limit(query.limit + 1)).all()
     return UsagePage(
         tuple(
             UsageRow(
@@ -78,12 +78,12 @@ def find_usage(connection: Connection, query: UsageQuery) -> UsagePage:
 
 def _add(connection: Connection, row: UsageRow) -> None:
     key, sums = row.key, asdict(row.sums)
-    found = connection.execute(
+    result = connection.execute(
         _ADD,
         {"of_day": key.day, "of_tenant": key.tenant, "of_model": key.model, "of_band": int(key.band)}
         | {f"more_{name}": value for name, value in sums.items()},
     )
-    if found.rowcount == 0:
+    if result.rowcount == 0:
         connection.execute(
             _INSERT, {"day": key.day, "tenant": key.tenant, "model": key.model, "band": int(key.band), **sums}
         )

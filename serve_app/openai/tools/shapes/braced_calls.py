@@ -129,10 +129,10 @@ class _BracedText:
         Raises:
             ValueError: the text is something else, or nested too deeply.
         """
-        found = self._value(0)
-        if not isinstance(found, dict) or self._position < len(self._text):
+        value = self._value(0)
+        if not isinstance(value, dict) or self._position < len(self._text):
             raise ValueError("the text is no object in braces")
-        return found
+        return value
 
     def _value(self, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -143,12 +143,12 @@ class _BracedText:
             return dict(self._items("}", lambda: self._pair(depth + 1)))
         if self._takes("["):
             return list(self._items("]", lambda: self._value(depth + 1)))
-        found = _LITERAL.match(self._text, self._position)
-        assert found is not None
-        self._position = found.end()
-        if not found[0].strip():
+        piece = _LITERAL.match(self._text, self._position)
+        assert piece is not None
+        self._position = piece.end()
+        if not piece[0].strip():
             raise ValueError("a value is missing")
-        return literal(found[0].strip())
+        return literal(piece[0].strip())
 
     def _items(self, closing: str, read: Callable[[], T]) -> Iterator[T]:
         if self._takes(closing):
@@ -169,9 +169,9 @@ class _BracedText:
 
     def _takes(self, literal: str) -> bool:
         """Move behind the literal, and white space before it, if the text goes on with it."""
-        found = _SPACE.match(self._text, self._position)
-        assert found is not None
-        begin = found.end()
+        space = _SPACE.match(self._text, self._position)
+        assert space is not None
+        begin = space.end()
         is_next = self._text.startswith(literal, begin)
         if is_next:
             self._position = begin + len(literal)
@@ -182,9 +182,9 @@ class _BracedText:
         end = self._text.find(literal, self._position)
         if end < 0:
             raise ValueError(f"{literal} is missing")
-        found = self._text[self._position : end]
+        text = self._text[self._position : end]
         self._position = end + len(literal)
-        return found
+        return text
 
 
 class _BoundValues:

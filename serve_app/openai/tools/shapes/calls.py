@@ -27,8 +27,8 @@ class Tool:
     @property
     def properties(self) -> JsonObject:
         """Schemas of the arguments by name."""
-        found = (self.parameters or {}).get("properties")
-        return found if isinstance(found, dict) else {}
+        properties = (self.parameters or {}).get("properties")
+        return properties if isinstance(properties, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,10 +186,10 @@ class JsonCalls:
 def _text_of(value: str) -> str | None:
     """Return the string of a JSON text, or None if it is something else."""
     try:
-        found: Any = parse_json(value)
+        parsed: Any = parse_json(value)
     except ValueError:
         return None
-    return found if isinstance(found, str) and _is_unicode(found) else None
+    return parsed if isinstance(parsed, str) and _is_unicode(parsed) else None
 
 
 def _is_unicode(text: str) -> bool:

@@ -38,9 +38,9 @@ class JsonScanner:
                 self._is_escaped = False
                 position += 1
                 continue
-            found = (_IN_STRING if self._in_string else _OUTSIDE).match(text, position)
-            assert found is not None
-            position = found.end()
+            piece = (_IN_STRING if self._in_string else _OUTSIDE).match(text, position)
+            assert piece is not None
+            position = piece.end()
             if position < len(text):
                 position += self._take(text[position])
         return position
@@ -129,9 +129,9 @@ def _read_string(reader: Reader) -> Wait[str | None]:
     start = reader.position
     reader.position += 1
     while (yield from reader.has_more()):
-        found = _IN_STRING.match(reader.text, reader.position)
-        assert found is not None
-        reader.position = found.end()
+        piece = _IN_STRING.match(reader.text, reader.position)
+        assert piece is not None
+        reader.position = piece.end()
         if reader.position == len(reader.text):
             continue
         reader.position += 1
@@ -147,9 +147,9 @@ def _read_literal(reader: Reader) -> Wait[str | None]:
     """Read a number, true, false or null."""
     start = reader.position
     while (yield from reader.has_more()):
-        found = _LITERAL.match(reader.text, reader.position)
-        assert found is not None
-        reader.position = found.end()
+        piece = _LITERAL.match(reader.text, reader.position)
+        assert piece is not None
+        reader.position = piece.end()
         if reader.position < len(reader.text):
             break
     return reader.text[start : reader.position] or None

@@ -175,8 +175,8 @@ def _value(element: _Element, schema: JsonObject) -> Any:
 
 def _part(schema: JsonObject, name: str) -> JsonObject:
     """Return the schema of a property."""
-    found = Tool("", schema).properties.get(name, schema.get("additionalProperties"))
-    return found if isinstance(found, dict) else {}
+    part = Tool("", schema).properties.get(name, schema.get("additionalProperties"))
+    return part if isinstance(part, dict) else {}
 
 
 class _BoundValues:

@@ -93,9 +93,9 @@ class Reader:
         while True:
             end = self.text.find(literal, searched)
             if end >= 0:
-                found = self.text[self.position : end]
+                text = self.text[self.position : end]
                 self.position = end + len(literal)
-                return found
+                return text
             if self.is_complete:
                 return None
             searched = max(self.position, len(self.text) - len(literal) + 1)
@@ -105,9 +105,9 @@ class Reader:
         """Read the characters that may stand in a tool's name or a call's id."""
         start = self.position
         while (yield from self.has_more()):
-            found = _NAME.match(self.text, self.position)
-            assert found is not None
-            self.position = found.end()
+            name = _NAME.match(self.text, self.position)
+            assert name is not None
+            self.position = name.end()
             if self.position < len(self.text):
                 break
         return self.text[start : self.position]
@@ -122,17 +122,17 @@ class Reader:
         """
         pattern = re.compile("|".join(map(re.escape, markers)) or r"(?!)")
         while True:
-            found = pattern.search(self.text, self.position)
-            end = found.start() if found else len(self.text)
-            if found is None and not self.is_complete:
+            hit = pattern.search(self.text, self.position)
+            end = hit.start() if hit else len(self.text)
+            if hit is None and not self.is_complete:
                 end -= _num_undecided(self.text[self.position :], markers)
-            if found or not self.is_complete:
+            if hit or not self.is_complete:
                 end = self.position + len(self.text[self.position : end].rstrip())
             report(self.text[self.position : end])
             self.position = end
             self.settle()
-            if found or self.is_complete:
-                return found[0] if found else None
+            if hit or self.is_complete:
+                return hit[0] if hit else None
             yield
 
 

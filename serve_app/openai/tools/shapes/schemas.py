@@ -28,8 +28,8 @@ def property_schema(tool: Tool, name: str) -> JsonObject:
     """Return the schema of an argument, with the definitions to which it may refer."""
     schema = tool.properties[name]
     own = dict(schema) if isinstance(schema, dict) else {}
-    found = tool.parameters or {}
-    return {key: found[key] for key in _DEFINITIONS if key in found} | own
+    parameters = tool.parameters or {}
+    return {key: parameters[key] for key in _DEFINITIONS if key in parameters} | own
 
 
 def pointer_part(name: str) -> str:
@@ -119,11 +119,11 @@ def unenforced_keywords(schema: JsonObject, types: set[str], place: str) -> Iter
     enforced = enforced | {"required"} if named else enforced
     if "const" not in schema and "enum" not in schema:
         yield from (f"{place}/{pointer_part(keyword)}" for keyword in sorted(schema.keys() - enforced))
-    inner = {f"/properties/{pointer_part(name)}": each for name, each in named.items()}
+    inner = {f"/properties/{pointer_part(name)}": subschema for name, subschema in named.items()}
     if not named:
         inner["/additionalProperties"] = schema.get("additionalProperties")
     inner["/items"] = schema.get("items")
-    inner |= {f"/{key}/{index}": each for key in alternatives for index, each in enumerate(schema[key])}
-    for way, each in inner.items():
-        if isinstance(each, dict):
-            yield from unenforced_keywords(each, admitted_types(each), f"{place}{way}")
+    inner |= {f"/{key}/{index}": subschema for key in alternatives for index, subschema in enumerate(schema[key])}
+    for way, subschema in inner.items():
+        if isinstance(subschema, dict):
+            yield from unenforced_keywords(subschema, admitted_types(subschema), f"{place}{way}")

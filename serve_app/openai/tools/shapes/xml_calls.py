@@ -189,8 +189,8 @@ class XmlCalls:
         """Return True if one of the literals is next; the cursor moves behind white space only."""
         yield from reader.skip_space()
         position = reader.position
-        for each in literals:
-            is_next = yield from reader.accept_words(each)
+        for words in literals:
+            is_next = yield from reader.accept_words(words)
             reader.position = position
             if is_next:
                 return True

@@ -120,11 +120,11 @@ async def test_large_work_of_less_urgent_bands_is_done_in_a_process() -> None:
     workers = WorkerThreads(2, prepare=nothing)
 
     async def pid(owner: WorkOwner, num_bytes: int) -> int:
-        return await workers.run_apart(os.getpid, owner, num_bytes)
+        return await workers.run_by_size(os.getpid, owner, num_bytes)
 
     async with asyncio.timeout(LIMIT_S):
         while await pid(BATCH, 2**14) == os.getpid():
             await asyncio.sleep(0.02)
     assert await pid(BATCH, 2**14 - 1) == os.getpid()
     assert await pid(INTERACTIVE, 2**20) == os.getpid()
-    assert await WorkerThreads(2).run_apart(os.getpid, BATCH, 2**20) == os.getpid()
+    assert await WorkerThreads(2).run_by_size(os.getpid, BATCH, 2**20) == os.getpid()
