@@ -1,6 +1,6 @@
 """Processes for large work of less urgent bands: it takes no turns of the caller's GIL, and the processor last.
 
-The fault of one process concerns its own work alone. Libraries' pools do not promise that: in loky 3.5 and in
+The fault of one process concerns its own work alone. Libraries' pools do not promise that: in loky 3.7 and in
 `concurrent.futures` the death of one process ends the work of all; in Pebble 5.2 a process that stops within its answer
 blocks the pipe that all share, past its time limit.
 """
