@@ -76,8 +76,8 @@ class Exchange:
     """State of one request and its response; one task owns it."""
 
     request_id: str
-    """Id from the client's `x-request-id` if it is usable, else `sequence_id`."""
-    sequence_id: str
+    """Id from the client's `x-request-id` if it is usable, else `unique_id`."""
+    unique_id: str
     """Unique id made here, from which the ids of sequences are made; a client's id need not be unique."""
     method: str
     path: str
@@ -190,7 +190,7 @@ def caller_of(request: Request) -> Caller:
     """
     exchange = exchange_of(request)
     return Caller.of(
-        exchange.sequence_id, exchange.arrival_unix_s, exchange.principal, request.headers, exchange.timeline
+        exchange.unique_id, exchange.arrival_unix_s, exchange.principal, request.headers, exchange.timeline
     )
 
 

@@ -90,11 +90,11 @@ class ExchangeMiddleware:
 
     def _open(self, scope: Scope, headers: Headers) -> Exchange:
         given = headers.get("x-request-id", "")
-        sequence_id = uuid.uuid4().hex
+        unique_id = uuid.uuid4().hex
         arrival = Moment(self._clock.unix(), self._clock.monotonic())
         exchange = Exchange(
-            request_id=given if _PRINTABLE.fullmatch(given) else sequence_id,
-            sequence_id=sequence_id,
+            request_id=given if _PRINTABLE.fullmatch(given) else unique_id,
+            unique_id=unique_id,
             method=scope["method"],
             path=scope["path"],
             arrival_unix_s=arrival.unix_s,

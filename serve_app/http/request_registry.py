@@ -73,22 +73,22 @@ class RequestRegistry:
     def begin(self, exchange: Exchange, body: GenerationBody, owner: WorkOwner) -> None:
         """Add a completion whose body has been read and parsed."""
         exchange.timeline.received(self._clock())
-        tenant, ids = exchange.principal.tenant, dict.fromkeys((exchange.request_id, exchange.sequence_id))
+        tenant, ids = exchange.principal.tenant, dict.fromkeys((exchange.request_id, exchange.unique_id))
         keys = tuple((viewer, exchange_id) for viewer in (tenant, None) for exchange_id in ids)
         entry = _Entry(exchange, body.model, body.stream, owner, tenant, keys)
-        self._running[exchange.sequence_id] = entry
+        self._running[exchange.unique_id] = entry
         for key in keys:
             self._by_key.setdefault(key, {})[entry] = None
 
     def end(self, exchange: Exchange) -> None:
         """Note the end of an exchange; one that is no completion is ignored."""
-        entry = self._running.pop(exchange.sequence_id, None)
+        entry = self._running.pop(exchange.unique_id, None)
         if entry is None:
             return
         entry.ended_s = self._clock()
         entry.latency = _latency_of(exchange)
         entry.description, entry.exchange = self._describe(entry, exchange), None
-        self._ended[exchange.sequence_id] = entry
+        self._ended[exchange.unique_id] = entry
         self._trim()
 
     def find(self, request_id: str, principal: Principal) -> JsonObject:
@@ -110,7 +110,7 @@ class RequestRegistry:
         if not running:
             raise request_not_cancellable(request_id)
         if len({entry.tenant for entry in running}) > 1:
-            raise request_id_ambiguous(request_id, [exchange.sequence_id for exchange in running.values()])
+            raise request_id_ambiguous(request_id, [exchange.unique_id for exchange in running.values()])
         for exchange in running.values():
             exchange.cancellation.request()
         return self._shown(list(running)[-1])
