@@ -25,7 +25,7 @@ from serve_app.cli.server.ports import Address, reserved
 from serve_app.cli.server.private_cluster import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.server.serve_log import new_log_file
 from serve_app.cli.server.served_model import prepare_model
-from serve_app.cli.server.server import Front, Server
+from serve_app.cli.server.server import ListenOptions, Server
 from serve_app.config import HeadwayConfig
 from serve_app.one_root import ForeignPackage, check_one_root
 
@@ -86,8 +86,8 @@ def serve(
     _hide_key()
     _check_packages()
     address, limit = Address(host, port), max_connections_per_address
-    front = Front(address, limit, profile is Profile.THROUGHPUT, api_key, log_format, access_log)
-    checked = _checked(arguments or [], fields, front)
+    options = ListenOptions(address, limit, profile is Profile.THROUGHPUT, api_key, log_format, access_log)
+    checked = _checked(arguments or [], fields, options)
     with contextlib.ExitStack() as held:  # by the server's process, too, which is forked
         _reserve(address, held)
         checked = _with_model(checked)
@@ -96,23 +96,23 @@ def serve(
             log_path = held.enter_context(new_log_file(Path(checked.data_dir) / "logs", port))
         except OSError as error:
             _fail(f"cannot write to the data directory: {error}")
-        raise typer.Exit(run_in_own_session(lambda: Server(checked, front, log_path).run()))
+        raise typer.Exit(run_in_own_session(lambda: Server(checked, options, log_path).run()))
 
 
-def _checked(arguments: list[str], fields: dict[str, Any], front: Front) -> HeadwayConfig:
+def _checked(arguments: list[str], fields: dict[str, Any], options: ListenOptions) -> HeadwayConfig:
     """Return the configuration; refuse what contradicts the key, and warn of an address that others reach."""
     try:
         config = read_config(arguments, fields)
     except ConfigError as error:
         _fail(str(error))
     key_file = config.ingress_settings().api_key_file
-    if front.api_key is not None and key_file is not None:
+    if options.api_key is not None and key_file is not None:
         _fail(f"{_KEY_OPTION} (or {_KEY_VARIABLE}) and api_key_file ({key_file}) are both given; give one of them")
-    if is_loopback(front.address.host):
+    if is_loopback(options.address.host):
         given = "allowed_hosts" in config.model_fields_set
         return config if given else config.model_copy(update={"allowed_hosts": _LOOPBACK_HOSTS})
-    if key_file is None and front.api_key is None:
-        reached = f"every client that reaches {front.address} may use the model"
+    if key_file is None and options.api_key is None:
+        reached = f"every client that reaches {options.address} may use the model"
         _warn(f"{reached}: neither {_KEY_OPTION} nor api_key_file is set")
     return config
 

@@ -32,7 +32,7 @@ _POLL_PERIOD_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class ListenOptions:
     """Place at which a server listens, the key that it asks for, and its lines on the terminal."""
 
     address: Address
@@ -70,9 +70,9 @@ class Server:
     signal also sets a flag, which the server checks between its steps.
     """
 
-    def __init__(self, config: HeadwayConfig, front: Front, log_path: Path) -> None:
+    def __init__(self, config: HeadwayConfig, options: ListenOptions, log_path: Path) -> None:
         self._config = config
-        self._front = front
+        self._options = options
         self._log_path = log_path
         self._parent_id = os.getppid()
         self._must_stop = False
@@ -99,30 +99,30 @@ class Server:
 
     def _lines(self, terminal: Terminal) -> TextIO:
         """Return the stream for lines that are not access lines: those of JSON have standard output for themselves."""
-        return terminal.out if self._front.log_format is LogFormat.TEXT else terminal.err
+        return terminal.out if self._options.log_format is LogFormat.TEXT else terminal.err
 
     def _serve(self, terminal: Terminal) -> None:
-        front, lines = self._front, self._lines(terminal)
+        options, lines = self._options, self._lines(terminal)
         num_cpus = max(os.cpu_count() or 1, math.ceil(_cpus_needed(self._config)))
         with contextlib.closing(Steps(lines)) as steps, contextlib.ExitStack() as stack:
             self._heed_signals()
             steps.begin(f"Starting {self._config.model_name}: Ray ...")
             cluster = stack.enter_context(
-                private_cluster(num_cpus, front.haproxy_address, front.max_connections_per_address)
+                private_cluster(num_cpus, options.haproxy_address, options.max_connections_per_address)
             )
             self._heed_signals()  # ray.init has replaced the handlers
             self._check_for_stop()
             stack.enter_context(self._watching(cluster))
-            config = _with_key_file(self._config, self._front.api_key, cluster.folder)
+            config = _with_key_file(self._config, self._options.api_key, cluster.folder)
             access_log_socket = None
-            if self._front.has_access_lines:
+            if self._options.has_access_lines:
                 access_log_socket = str(cluster.folder / "access")
-                access = AccessLines(Path(access_log_socket), self._front.log_format, terminal.out.write)
+                access = AccessLines(Path(access_log_socket), self._options.log_format, terminal.out.write)
                 stack.enter_context(contextlib.closing(access))
             steps.begin(f"Starting {config.model_name}: replicas ...")
-            application.deploy(config, front.serve_address, access_log_socket)
+            application.deploy(config, options.serve_address, access_log_socket)
             log = Tail(self._log_path)
-            application.wait_until_ready(self._front.url, lambda: self._pause_in_start(steps, log))
+            application.wait_until_ready(self._options.url, lambda: self._pause_in_start(steps, log))
             steps.close()
             print(*self._report(config, cluster).lines(), sep="\n", file=lines, flush=True)
             self._wait_for_signal(lines)
@@ -167,8 +167,10 @@ class Server:
 
     def _report(self, config: HeadwayConfig, cluster: PrivateCluster) -> Report:
         has_keys = config.ingress_settings().api_key_file is not None
-        jobs_state = application.jobs_state(self._front.url)
-        return Report(config, application.model_card(), cluster, self._front.url, self._log_path, has_keys, jobs_state)
+        jobs_state = application.jobs_state(self._options.url)
+        return Report(
+            config, application.model_card(), cluster, self._options.url, self._log_path, has_keys, jobs_state
+        )
 
     def _pause(self) -> None:
         """Wait for one poll period, or raise `_Stopped`."""

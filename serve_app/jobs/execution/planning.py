@@ -104,7 +104,7 @@ def plan(
 
 
 def _lines_by_tenant(waiting: Mapping[str, list[OpenBatch]]) -> dict[str, int]:
-    return {tenant: sum(batch.num_queued for batch in its) for tenant, its in waiting.items()}
+    return {tenant: sum(batch.num_queued for batch in batches) for tenant, batches in waiting.items()}
 
 
 def _shares(
