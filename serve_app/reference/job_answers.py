@@ -12,6 +12,7 @@ from serve_app.openai.reply.schema import (
     ErrorDetails,
     FinishReason,
     RankedLogprob,
+    ReasoningTokens,
     ReplyTier,
     RequestMetrics,
     TextCompletion,
@@ -93,13 +94,6 @@ class RequestCountsObject(TypedDict):
     completed: int
     failed: int
     """Requests that failed, expired or were cancelled."""
-
-
-@described
-class ReasoningTokens(TypedDict):
-    """Details about output tokens."""
-
-    reasoning_tokens: int
 
 
 @described
