@@ -18,7 +18,7 @@ from serve_app.openai.tokenize.worker_threads import WorkerThreads
 from serve_app.reference.answers import EngineVersion, VersionReply, Welcome
 from serve_app.reference.document import api_document
 from serve_app.reference.html import reference_page, welcome_page
-from serve_app.reference.operations import Access, Answer, Operation
+from serve_app.reference.operations import Access, Operation
 
 _LINKS = {
     "documentation": "/docs",
@@ -60,7 +60,7 @@ class PageEndpoints:
         self._making = asyncio.Lock()
         self._made: _Reference | None = None
 
-    @Operation("GET", "/", "Server", Welcome, (Answer("text/html"),), access=Access.OPEN)
+    @Operation("GET", "/", "Server", Welcome, {"text/html": ()}, access=Access.OPEN)
     async def welcome(self, request: Request) -> Response:
         """Say what this server is, as a page or as JSON."""
         if "text/html" in request.headers.get("accept", ""):
@@ -69,7 +69,7 @@ class PageEndpoints:
         reply = Welcome(name="headway", version=self._version, model=self._model_name, links=_LINKS)
         return json_response(reply, headers={"vary": "accept"})
 
-    @Operation("GET", "/docs", "Server", other_answers=(Answer("text/html"),), access=Access.OPEN)
+    @Operation("GET", "/docs", "Server", other_answers={"text/html": ()}, access=Access.OPEN)
     async def docs(self, request: Request) -> Response:
         """Show this description as a page."""
         return _page((await self._reference(request)).page)

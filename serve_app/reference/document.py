@@ -14,7 +14,7 @@ from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.reply.schema import ErrorObject
 from serve_app.openai.request.body import IgnoredValues, StrictBody
 from serve_app.openai.request.conversation import MESSAGE_IGNORED, ChatMessage
-from serve_app.reference.operations import Access, Answer, Created, Fields, Operation
+from serve_app.reference.operations import Access, Created, Fields, Operation
 from serve_app.reference.words import ANSWER_HEADERS, DESCRIPTION, FAILURES, FORM_FILE, NO_EFFECT, REQUEST_HEADERS
 
 EVENT_DATA, LINE = "x-event-data", "x-line"
@@ -64,6 +64,8 @@ class Schemas:
 
     def of(self, kind: Any) -> JsonObject:
         """Return the schema of a type: the reference to its own, which is added, if the type has a name."""
+        if kind.__name__ in self.components:
+            return {"$ref": _REF + kind.__name__}
         schema = self.whole(kind)
         return self._named(schema) if "title" in schema else schema
 
@@ -214,21 +216,19 @@ def _form(kind: type[BaseModel], schemas: Schemas) -> JsonObject:
 
 
 def _success(operation: Operation, schemas: Schemas) -> JsonObject:
-    content = {answer.media_type: {"schema": _answer_schema(answer, schemas)} for answer in operation.other_answers}
-    if operation.answer is not None:
-        content = {"application/json": {"schema": schemas.of(operation.answer)}, **content}
+    content = {} if operation.answer is None else {"application/json": {"schema": schemas.of(operation.answer)}}
+    for media_type, parts in operation.other_answers.items():
+        content[media_type] = {"schema": _stream_of(media_type, parts, schemas) if parts else {"type": "string"}}
     names = ["x-request-id", "openai-processing-ms"]
     names += [name for name in ANSWER_HEADERS if name.startswith(operation.answer_headers)]
     headers = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
     return {"description": operation.summary, "headers": headers, "content": content}
 
 
-def _answer_schema(answer: Answer, schemas: Schemas) -> JsonObject:
-    if not answer.events:
-        return {"type": "string"}
-    is_event_stream = answer.media_type == "text/event-stream"
+def _stream_of(media_type: str, parts: Collection[Any], schemas: Schemas) -> JsonObject:
+    is_event_stream = media_type == "text/event-stream"
     # Without `type`: tools disagree if the schema is about the whole text or about one event.
     return {
         "description": "A stream of events." if is_event_stream else "Lines of JSON.",
-        EVENT_DATA if is_event_stream else LINE: {"anyOf": [schemas.of(kind) for kind in answer.events]},
+        EVENT_DATA if is_event_stream else LINE: {"anyOf": [schemas.of(kind) for kind in parts]},
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from serve_app.openai.reply.schema import (
@@ -15,6 +16,7 @@ from serve_app.openai.reply.schema import (
     ReasoningTokens,
     ReplyTier,
     RequestMetrics,
+    TextChoice,
     TextCompletion,
     TextLogprobs,
     UsageObject,
@@ -213,11 +215,9 @@ class SubmittedJob(TypedDict):
 
 
 @described
-class StatusObject(TypedDict):
+class StatusObject(SubmittedJob):
     """Job in the short form."""
 
-    job_id: str
-    status: JobStatus
     result: ChatCompletion | TextCompletion | None
     error: ErrorDetails | None
 
@@ -231,12 +231,20 @@ class SubmittedPromptBatch(TypedDict):
 
 
 @described
-class CompletedOutput(TypedDict):
+class PromptEnd(TypedDict):
+    """End of one completed prompt."""
+
+    index: Annotated[int, Field(description="Number of the prompt, from 0.")]
+    status: Literal["completed"]
+    usage: UsageObject
+    error: None
+    metrics: NotRequired[RequestMetrics]
+
+
+@described
+class CompletedOutput(PromptEnd):
     """Output of a completed prompt: its choice and usage."""
 
-    index: int
-    """Number of the prompt, from 0."""
-    status: Literal["completed"]
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReason
@@ -244,9 +252,6 @@ class CompletedOutput(TypedDict):
     prompt_token_ids: NotRequired[list[int] | None]
     token_ids: NotRequired[list[int] | None]
     prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None] | None]
-    usage: UsageObject
-    error: None
-    metrics: NotRequired[RequestMetrics]
 
 
 @described
@@ -262,11 +267,9 @@ class UnfinishedOutput(TypedDict):
 
 
 @described
-class PromptBatchObject(TypedDict):
+class PromptBatchObject(SubmittedPromptBatch):
     """Prompt batch and its progress."""
 
-    batch_id: str
-    status: PromptBatchStatus
     progress: float
     """Share of the prompts that are done, 0 to 1."""
     num_done: int
@@ -322,25 +325,5 @@ class SyncPromptsReply(SyncProgress):
 
 
 @described
-class PromptPart(TypedDict):
+class PromptPart(TextChoice):
     """Part of the output of one prompt."""
-
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: NotRequired[int | str | None]
-    prompt_token_ids: NotRequired[list[int] | None]
-    token_ids: NotRequired[list[int] | None]
-    prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None] | None]
-
-
-@described
-class PromptEnd(TypedDict):
-    """End of one completed prompt."""
-
-    index: int
-    status: Literal["completed"]
-    usage: UsageObject
-    error: None
-    metrics: NotRequired[RequestMetrics]

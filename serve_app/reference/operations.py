@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -55,15 +55,6 @@ class Fields:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Successful answer that is not JSON: a text, or a stream."""
-
-    media_type: str
-    events: tuple[Any, ...] = ()
-    """Types of a stream's events or lines."""
-
-
-@dataclass(frozen=True, slots=True)
 class Created:
     """Object that an operation creates."""
 
@@ -82,7 +73,8 @@ class Operation:
     group: str
     answer: Any = None
     """Type of the JSON answer; None: no answer is JSON."""
-    other_answers: tuple[Answer, ...] = ()
+    other_answers: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Types of the events or lines of each other answer, by media type; none for a whole text or file."""
     access: Access = Access.KEY
     status: int = 200
     failures: frozenset[int] = frozenset()

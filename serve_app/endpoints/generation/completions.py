@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -26,15 +26,15 @@ from serve_app.openai.reply.schema import (
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody
 from serve_app.openai.service import CompletionService
-from serve_app.reference.operations import GENERATE, URGENCY, Access, Answer, Fields, Operation
+from serve_app.reference.operations import GENERATE, URGENCY, Access, Fields, Operation
 
 _MIN_WAIT_S = 0.5
 """Shortest interval of a stream's comments that a client's read time-out can set, seconds; comments cost work."""
 _ANSWER_HEADERS = ("x-model-replica", "x-headway-not-enforced", "x-ratelimit")
 
 
-def _stream(chunk: Any) -> Answer:
-    return Answer("text/event-stream", (chunk, ErrorObject, Literal["[DONE]"]))
+def _stream(chunk: Any) -> Mapping[str, tuple[Any, ...]]:
+    return {"text/event-stream": (chunk, ErrorObject, Literal["[DONE]"])}
 
 
 class CompletionEndpoints:
@@ -53,7 +53,7 @@ class CompletionEndpoints:
         "/v1/chat/completions",
         "Completions",
         ChatCompletion,
-        (_stream(ChatCompletionChunk),),
+        _stream(ChatCompletionChunk),
         access=Access.LIMITED,
         failures=GENERATE,
         bodies=(Fields(ChatBody, CHAT_IGNORED),),
@@ -72,7 +72,7 @@ class CompletionEndpoints:
         "/v1/completions",
         "Completions",
         TextCompletion,
-        (_stream(TextCompletionChunk),),
+        _stream(TextCompletionChunk),
         access=Access.LIMITED,
         failures=GENERATE,
         bodies=(Fields(CompletionBody, COMPLETION_IGNORED),),

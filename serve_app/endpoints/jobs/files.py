@@ -18,7 +18,7 @@ from serve_app.jobs.api.records import FileRecord, PageRequest, UnknownFile, new
 from serve_app.openai.request.job_schema import FileListQuery, UploadForm
 from serve_app.openai.request.parsing import parse_body
 from serve_app.reference.job_answers import DeletedFile, FileList, FileObject
-from serve_app.reference.operations import FIND, READ_BODY, Answer, Created, Operation
+from serve_app.reference.operations import FIND, READ_BODY, Created, Operation
 
 BATCH_FILE_KEPT_S = 30 * 86_400.0
 """Default lifetime of a batch's input file, seconds, as in OpenAI's API; other files are kept without limit."""
@@ -91,7 +91,7 @@ class FileEndpoints:
         "GET",
         "/v1/files/{file_id}/content",
         "Files",
-        other_answers=(Answer("application/octet-stream"),),
+        other_answers={"application/octet-stream": ()},
         failures=FIND,
     )
     async def content(self, request: Request) -> Response:

@@ -27,7 +27,7 @@ from serve_app.openai.request.job_schema import StreamQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import CompletionService
 from serve_app.reference.job_answers import PromptEnd, PromptPart, SyncProgress, SyncPromptsReply, UnfinishedOutput
-from serve_app.reference.operations import GENERATE, URGENCY, Access, Answer, Operation
+from serve_app.reference.operations import GENERATE, URGENCY, Access, Operation
 
 _Arrived = asyncio.Queue[JsonObject | None]
 """Queue of events in order of arrival; None ends it."""
@@ -168,7 +168,7 @@ class SyncPromptEndpoints:
         "/v1/batch/sync",
         "Completions",
         SyncPromptsReply,
-        (Answer("application/x-ndjson", (SyncProgress, PromptPart, PromptEnd, UnfinishedOutput)),),
+        {"application/x-ndjson": (SyncProgress, PromptPart, PromptEnd, UnfinishedOutput)},
         access=Access.LIMITED,
         failures=GENERATE,
         bodies=(SYNC_PROMPTS_BODY,),

@@ -25,7 +25,7 @@ from serve_app.http.streaming import ByteStream
 from serve_app.jobs.api.records import BatchProgress
 from serve_app.openai.reply.format import JsonObject
 from serve_app.reference.answers import DashboardSnapshot
-from serve_app.reference.operations import Access, Answer, Operation
+from serve_app.reference.operations import Access, Operation
 
 _NUM_REQUESTS = 25
 _NUM_TENANTS = 8
@@ -110,19 +110,17 @@ class DashboardEndpoints:
             (folder / f"dashboard.{suffix}").read_bytes() for suffix in ("html", "js", "css")
         ]
 
-    @Operation("GET", "/dashboard", "Server", other_answers=(Answer("text/html"),), access=Access.OPEN)
+    @Operation("GET", "/dashboard", "Server", other_answers={"text/html": ()}, access=Access.OPEN)
     async def page(self, request: Request) -> Response:
         """Show the dashboard; with API keys it asks for an operator's."""
         return Response(self._page, headers=_HEADERS, media_type="text/html")
 
-    @Operation(
-        "GET", "/dashboard/dashboard.js", "Server", other_answers=(Answer("text/javascript"),), access=Access.OPEN
-    )
+    @Operation("GET", "/dashboard/dashboard.js", "Server", other_answers={"text/javascript": ()}, access=Access.OPEN)
     async def script(self, request: Request) -> Response:
         """Return the dashboard's script."""
         return Response(self._script, headers=_HEADERS, media_type="text/javascript")
 
-    @Operation("GET", "/dashboard/dashboard.css", "Server", other_answers=(Answer("text/css"),), access=Access.OPEN)
+    @Operation("GET", "/dashboard/dashboard.css", "Server", other_answers={"text/css": ()}, access=Access.OPEN)
     async def style(self, request: Request) -> Response:
         """Return the dashboard's style."""
         return Response(self._style, headers=_HEADERS, media_type="text/css")
@@ -131,7 +129,7 @@ class DashboardEndpoints:
         "GET",
         "/dashboard/events",
         "Server",
-        other_answers=(Answer("text/event-stream", (DashboardSnapshot,)),),
+        other_answers={"text/event-stream": (DashboardSnapshot,)},
         access=Access.OPERATOR,
         failures=frozenset({429}),
     )

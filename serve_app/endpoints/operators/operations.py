@@ -29,7 +29,7 @@ from serve_app.openai.request.job_schema import EngineQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import KnownModel, Meter
 from serve_app.reference.answers import DrainReply, HealthReply, LiveReply, LoadReply, ReadyReply
-from serve_app.reference.operations import FIND, Access, Answer, Operation
+from serve_app.reference.operations import FIND, Access, Operation
 
 _JOBS_LIMIT_S = 2.0
 """Longest wait of a scrape or of `/health` for the jobs deployment, seconds."""
@@ -108,7 +108,7 @@ class OperationsEndpoints:
         "GET",
         "/metrics",
         "Server",
-        other_answers=(Answer("text/plain"),),
+        other_answers={"text/plain": ()},
         access=Access.OPERATOR,
         failures=frozenset({400}),
         query=EngineQuery,

@@ -21,7 +21,7 @@ from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import UsageListQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.reference.job_answers import UsageList
-from serve_app.reference.operations import Answer, Operation
+from serve_app.reference.operations import Operation
 
 _DEFAULT_DAYS, _MAX_DAYS = 30, 366
 _COLUMNS = (
@@ -51,7 +51,7 @@ class UsageEndpoints:
         "/v1/usage",
         "Usage",
         UsageList,
-        (Answer("text/csv"),),
+        {"text/csv": ()},
         failures=frozenset({400, 403, 503}),
         query=UsageListQuery,
         answer_headers=("x-headway-has-more",),
