@@ -66,12 +66,12 @@ class Schemas:
         """Return the schema of a type: the reference to its own, which is added, if the type has a name."""
         if kind.__name__ in self.components:
             return {"$ref": _REF + kind.__name__}
-        schema = self.whole(kind)
+        schema = self.inline(kind)
         return self._named(schema) if "title" in schema else schema
 
     def body(self, fields: Fields) -> JsonObject:
         """Return the reference to a body's schema, which is added with the changes that its endpoint makes."""
-        schema = self.whole(fields.schema)
+        schema = self.inline(fields.schema)
         properties, required = schema["properties"], schema.get("required", [])
         if fields.title is not None:
             schema["title"] = fields.title
@@ -79,7 +79,7 @@ class Schemas:
         if "model" in properties:
             properties["model"] = self._model
         if fields.added is not None:
-            added = self.whole(fields.added)
+            added = self.inline(fields.added)
             properties |= added["properties"]
             required += added.get("required", ())
         for name in fields.dropped:
@@ -92,8 +92,8 @@ class Schemas:
         properties |= _ignored(fields.ignored, properties)
         return self._named(schema)
 
-    def whole(self, kind: Any) -> JsonObject:
-        """Return the schema of a type itself; those that it refers to are added."""
+    def inline(self, kind: Any) -> JsonObject:
+        """Return the schema of a type in full; those that it refers to are added."""
         schema = TypeAdapter(kind).json_schema(ref_template=_REF + "{model}", schema_generator=_Generator)
         self.components |= schema.pop("$defs", {})
         return schema
@@ -188,7 +188,7 @@ def _parameters(operation: Operation, schemas: Schemas) -> list[JsonObject]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in _PATH_PARAMETER.findall(operation.plain_path)
     ]
-    for name, field in ({} if operation.query is None else schemas.whole(operation.query)["properties"]).items():
+    for name, field in ({} if operation.query is None else schemas.inline(operation.query)["properties"]).items():
         text = " ".join(field.pop("description", "").split())
         if _NULL in field.get("anyOf", ()):  # a query has no null; the parameter is left out instead
             field = next(option for option in field["anyOf"] if option != _NULL)
@@ -198,7 +198,7 @@ def _parameters(operation: Operation, schemas: Schemas) -> list[JsonObject]:
 
 def _form(kind: type[BaseModel], schemas: Schemas) -> JsonObject:
     """Return the schema of a form with a file; the field `b` of the object `a` is the form's field `a[b]`."""
-    form = schemas.whole(kind)
+    form = schemas.inline(kind)
     flat: JsonObject = {"file": FORM_FILE}
     for name, field in form["properties"].items():
         option = field.get("anyOf", [field])[0]

@@ -16,15 +16,20 @@ from serve_app.openai.request.body import IgnoredValues
 
 HandlerT = TypeVar("HandlerT", bound=Callable[..., Awaitable[Response]])
 
-TRACE = frozenset({"traceparent", "tracestate"})
+TRACE_HEADERS = frozenset({"traceparent", "tracestate"})
 """Request headers of the callers' traces."""
-URGENCY = TRACE | {"request-timeout-ms", "x-stainless-read-timeout", "x-stainless-timeout", "x-headway-priority"}
+URGENCY_HEADERS = TRACE_HEADERS | {
+    "request-timeout-ms",
+    "x-stainless-read-timeout",
+    "x-stainless-timeout",
+    "x-headway-priority",
+}
 """Request headers of generated text: the trace, the deadline and the band."""
-READ_BODY = frozenset({400, 408, 413, 415})
-"""Failures of a route that reads a body."""
-GENERATE = READ_BODY | {404, 429, 499, 502, 503, 504}
-SUBMIT = READ_BODY | {404, 409, 429, 503}
-FIND = frozenset({404, 503})
+BODY_FAILURES = frozenset({400, 408, 413, 415})
+"""Statuses of the failures of a route that reads a body."""
+COMPLETION_FAILURES = BODY_FAILURES | {404, 429, 499, 502, 503, 504}
+SUBMISSION_FAILURES = BODY_FAILURES | {404, 409, 429, 503}
+LOOKUP_FAILURES = frozenset({404, 503})
 
 
 class Access(Enum):
@@ -32,7 +37,7 @@ class Access(Enum):
 
     OPEN = "all"
     KEY = "callers with a key"
-    LIMITED = "callers with a key whose limits are not reached"
+    LIMITED = "callers with a key, within its limits"
     OPERATOR = "operators"
 
 

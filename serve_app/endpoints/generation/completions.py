@@ -26,7 +26,7 @@ from serve_app.openai.reply.schema import (
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody
 from serve_app.openai.service import CompletionService
-from serve_app.reference.operations import GENERATE, URGENCY, Access, Fields, Operation
+from serve_app.reference.operations import COMPLETION_FAILURES, URGENCY_HEADERS, Access, Fields, Operation
 
 _MIN_WAIT_S = 0.5
 """Shortest interval of a stream's comments that a client's read time-out can set, seconds; comments cost work."""
@@ -55,9 +55,9 @@ class CompletionEndpoints:
         ChatCompletion,
         _stream(ChatCompletionChunk),
         access=Access.LIMITED,
-        failures=GENERATE,
+        failures=COMPLETION_FAILURES,
         bodies=(Fields(ChatBody, CHAT_IGNORED),),
-        headers=URGENCY,
+        headers=URGENCY_HEADERS,
         answer_headers=_ANSWER_HEADERS,
     )
     async def chat(self, request: Request) -> Response:
@@ -74,9 +74,9 @@ class CompletionEndpoints:
         TextCompletion,
         _stream(TextCompletionChunk),
         access=Access.LIMITED,
-        failures=GENERATE,
+        failures=COMPLETION_FAILURES,
         bodies=(Fields(CompletionBody, COMPLETION_IGNORED),),
-        headers=URGENCY,
+        headers=URGENCY_HEADERS,
         answer_headers=_ANSWER_HEADERS,
     )
     async def completion(self, request: Request) -> Response:

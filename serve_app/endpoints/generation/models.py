@@ -17,7 +17,7 @@ from serve_app.openai.service import KnownModel
 from serve_app.openai.tokenize.prompt_encoder import ChatTurns
 from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
 from serve_app.reference.answers import DetokenizeReply, ModelList, ModelObject, TokenizeReply, TokenizerInfo
-from serve_app.reference.operations import FIND, READ_BODY, Fields, Operation
+from serve_app.reference.operations import BODY_FAILURES, LOOKUP_FAILURES, Fields, Operation
 
 
 class ModelEndpoints:
@@ -37,7 +37,7 @@ class ModelEndpoints:
         """List the served model."""
         return json_response({"object": "list", "data": [await self._card(name) for name in self._model.names]})
 
-    @Operation("GET", "/v1/models/{model_id:path}", "Model", ModelObject, failures=FIND)
+    @Operation("GET", "/v1/models/{model_id:path}", "Model", ModelObject, failures=LOOKUP_FAILURES)
     async def model(self, request: Request) -> Response:
         """Show the served model."""
         name = request.path_params["model_id"]
@@ -49,7 +49,7 @@ class ModelEndpoints:
         "/tokenize",
         "Model",
         TokenizeReply,
-        failures=READ_BODY | FIND,
+        failures=BODY_FAILURES | LOOKUP_FAILURES,
         bodies=(Fields(TokenizeBody, TOKENIZE_IGNORED),),
     )
     async def tokenize(self, request: Request) -> Response:
@@ -70,7 +70,12 @@ class ModelEndpoints:
         )
 
     @Operation(
-        "POST", "/detokenize", "Model", DetokenizeReply, failures=READ_BODY | FIND, bodies=(Fields(DetokenizeBody, {}),)
+        "POST",
+        "/detokenize",
+        "Model",
+        DetokenizeReply,
+        failures=BODY_FAILURES | LOOKUP_FAILURES,
+        bodies=(Fields(DetokenizeBody, {}),),
     )
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""

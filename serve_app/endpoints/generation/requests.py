@@ -15,7 +15,7 @@ from serve_app.jobs.api.records import JobsService
 from serve_app.keys.authenticator import Principal
 from serve_app.openai.reply.format import JsonObject
 from serve_app.reference.answers import RequestObject
-from serve_app.reference.operations import FIND, Operation
+from serve_app.reference.operations import LOOKUP_FAILURES, Operation
 
 _LINE_ID = re.compile(r"(chatcmpl-|cmpl-)?[0-9a-f]{32}-[0-9]+")
 """Form of the ids of lines and of their replies."""
@@ -32,7 +32,7 @@ class RequestEndpoints:
     registry: RequestRegistry
     jobs: JobsService | None
 
-    @Operation("GET", "/v1/requests/{request_id}", "Completions", RequestObject, failures=FIND)
+    @Operation("GET", "/v1/requests/{request_id}", "Completions", RequestObject, failures=LOOKUP_FAILURES)
     async def show(self, request: Request) -> Response:
         """Show a completion or line that runs, or that ended within the last hour, and where its time went."""
         request_id, principal = request.path_params["request_id"], exchange_of(request).principal
@@ -44,7 +44,9 @@ class RequestEndpoints:
                 raise
             return json_response(line)
 
-    @Operation("POST", "/v1/requests/{request_id}/cancel", "Completions", RequestObject, failures=FIND | {409})
+    @Operation(
+        "POST", "/v1/requests/{request_id}/cancel", "Completions", RequestObject, failures=LOOKUP_FAILURES | {409}
+    )
     async def cancel(self, request: Request) -> Response:
         """Cancel a running completion; of an id that several of one tenant have, all.
 

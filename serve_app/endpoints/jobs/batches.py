@@ -14,7 +14,14 @@ from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import BatchBody, BatchListQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.reference.job_answers import BatchList, BatchObject
-from serve_app.reference.operations import FIND, SUBMIT, TRACE, Created, Fields, Operation
+from serve_app.reference.operations import (
+    LOOKUP_FAILURES,
+    SUBMISSION_FAILURES,
+    TRACE_HEADERS,
+    Created,
+    Fields,
+    Operation,
+)
 
 
 class BatchEndpoints:
@@ -30,9 +37,9 @@ class BatchEndpoints:
         "/v1/batches",
         "Batches",
         BatchObject,
-        failures=SUBMIT,
+        failures=SUBMISSION_FAILURES,
         bodies=(Fields(BatchBody, {}),),
-        headers=TRACE | {"idempotency-key"},
+        headers=TRACE_HEADERS | {"idempotency-key"},
         created=Created("/v1/batches/{batch_id}"),
     )
     async def create(self, request: Request) -> Response:
@@ -43,7 +50,7 @@ class BatchEndpoints:
         new = await self._requests.read(request, _new_batch)
         return self._answer((await self._requests.submit(request, new)).batch)
 
-    @Operation("GET", "/v1/batches", "Batches", BatchList, failures=FIND | {400}, query=BatchListQuery)
+    @Operation("GET", "/v1/batches", "Batches", BatchList, failures=LOOKUP_FAILURES | {400}, query=BatchListQuery)
     async def batches(self, request: Request) -> Response:
         """List batches, newest first."""
         tenant = tenant_of(request)
@@ -53,12 +60,12 @@ class BatchEndpoints:
             list_object([batch_object(batch, self._model_name) for batch in page.items], page.has_more)
         )
 
-    @Operation("GET", "/v1/batches/{batch_id}", "Batches", BatchObject, failures=FIND)
+    @Operation("GET", "/v1/batches/{batch_id}", "Batches", BatchObject, failures=LOOKUP_FAILURES)
     async def batch(self, request: Request) -> Response:
         """Show a batch."""
         return self._answer(await self._requests.find(request, BatchKind.FILE))
 
-    @Operation("POST", "/v1/batches/{batch_id}/cancel", "Batches", BatchObject, failures=FIND | {409})
+    @Operation("POST", "/v1/batches/{batch_id}/cancel", "Batches", BatchObject, failures=LOOKUP_FAILURES | {409})
     async def cancel(self, request: Request) -> Response:
         """Cancel a batch and keep the results that it already has."""
         batch = await self._requests.find(request, BatchKind.FILE)

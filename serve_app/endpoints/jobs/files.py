@@ -18,7 +18,7 @@ from serve_app.jobs.api.records import FileRecord, PageRequest, UnknownFile, new
 from serve_app.openai.request.job_schema import FileListQuery, UploadForm
 from serve_app.openai.request.parsing import parse_body
 from serve_app.reference.job_answers import DeletedFile, FileList, FileObject
-from serve_app.reference.operations import FIND, READ_BODY, Created, Operation
+from serve_app.reference.operations import BODY_FAILURES, LOOKUP_FAILURES, Created, Operation
 
 BATCH_FILE_KEPT_S = 30 * 86_400.0
 """Default lifetime of a batch's input file, seconds, as in OpenAI's API; other files are kept without limit."""
@@ -37,7 +37,7 @@ class FileEndpoints:
         "/v1/files",
         "Files",
         FileObject,
-        failures=READ_BODY | {503},
+        failures=BODY_FAILURES | {503},
         form=UploadForm,
         created=Created("/v1/files/{file_id}"),
     )
@@ -66,7 +66,7 @@ class FileEndpoints:
         exchange_of(request).details |= {"file_id": file_id, "tenant": tenant}
         return json_response(file_object(record))
 
-    @Operation("GET", "/v1/files", "Files", FileList, failures=FIND | {400}, query=FileListQuery)
+    @Operation("GET", "/v1/files", "Files", FileList, failures=LOOKUP_FAILURES | {400}, query=FileListQuery)
     async def files(self, request: Request) -> Response:
         """List files."""
         tenant = tenant_of(request)
@@ -75,12 +75,12 @@ class FileEndpoints:
         page = await self._jobs.service.files(tenant, query.purpose, part)
         return json_response(list_object([file_object(file) for file in page.items], page.has_more))
 
-    @Operation("GET", "/v1/files/{file_id}", "Files", FileObject, failures=FIND)
+    @Operation("GET", "/v1/files/{file_id}", "Files", FileObject, failures=LOOKUP_FAILURES)
     async def file(self, request: Request) -> Response:
         """Show a file."""
         return json_response(file_object(await self._file(request)))
 
-    @Operation("DELETE", "/v1/files/{file_id}", "Files", DeletedFile, failures=FIND | {409})
+    @Operation("DELETE", "/v1/files/{file_id}", "Files", DeletedFile, failures=LOOKUP_FAILURES | {409})
     async def delete(self, request: Request) -> Response:
         """Delete a file."""
         tenant, file_id = tenant_of(request), checked_file_id(request.path_params["file_id"])
@@ -92,7 +92,7 @@ class FileEndpoints:
         "/v1/files/{file_id}/content",
         "Files",
         other_answers={"application/octet-stream": ()},
-        failures=FIND,
+        failures=LOOKUP_FAILURES,
     )
     async def content(self, request: Request) -> Response:
         """Download a file."""

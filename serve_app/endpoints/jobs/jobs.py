@@ -21,7 +21,7 @@ from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.request.schema import ChatBody
 from serve_app.openai.service import CompletionService
 from serve_app.reference.job_answers import JobObject, StatusObject, SubmittedJob
-from serve_app.reference.operations import FIND, SUBMIT, URGENCY, Created, Operation
+from serve_app.reference.operations import LOOKUP_FAILURES, SUBMISSION_FAILURES, URGENCY_HEADERS, Created, Operation
 
 RETRY_AFTER_S = 1
 """Poll interval advised to clients in `retry-after`, seconds."""
@@ -41,9 +41,9 @@ class JobEndpoints:
         "Jobs",
         JobObject,
         status=202,
-        failures=SUBMIT,
+        failures=SUBMISSION_FAILURES,
         bodies=JOB_BODIES,
-        headers=URGENCY | {"idempotency-key"},
+        headers=URGENCY_HEADERS | {"idempotency-key"},
         answer_headers=("location", "retry-after"),
         created=Created("/v1/jobs/{job_id}"),
     )
@@ -62,9 +62,9 @@ class JobEndpoints:
         "Jobs",
         SubmittedJob,
         status=202,
-        failures=SUBMIT,
+        failures=SUBMISSION_FAILURES,
         bodies=SHORT_JOB_BODIES,
-        headers=URGENCY | {"idempotency-key"},
+        headers=URGENCY_HEADERS | {"idempotency-key"},
         answer_headers=("location", "retry-after"),
         created=Created("/status/{job_id}", "job_id"),
     )
@@ -80,7 +80,7 @@ class JobEndpoints:
         "/v1/jobs/{job_id}",
         "Jobs",
         JobObject,
-        failures=FIND | {400},
+        failures=LOOKUP_FAILURES | {400},
         query=WaitQuery,
         answer_headers=("retry-after",),
     )
@@ -97,7 +97,7 @@ class JobEndpoints:
         "/status/{job_id}",
         "Jobs",
         StatusObject,
-        failures=FIND | {400},
+        failures=LOOKUP_FAILURES | {400},
         query=WaitQuery,
         answer_headers=("retry-after",),
     )
@@ -111,7 +111,7 @@ class JobEndpoints:
         "/v1/jobs/{job_id}",
         "Jobs",
         JobObject,
-        failures=FIND | {409},
+        failures=LOOKUP_FAILURES | {409},
         answer_headers=("retry-after",),
     )
     async def cancel(self, request: Request) -> Response:

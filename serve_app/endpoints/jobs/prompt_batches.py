@@ -19,7 +19,7 @@ from serve_app.openai.request.job_schema import OutputsQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import CompletionService
 from serve_app.reference.job_answers import PromptBatchObject, PromptBatchPage, PromptBatchStats, SubmittedPromptBatch
-from serve_app.reference.operations import FIND, SUBMIT, URGENCY, Created, Operation
+from serve_app.reference.operations import LOOKUP_FAILURES, SUBMISSION_FAILURES, URGENCY_HEADERS, Created, Operation
 
 
 class PromptBatchEndpoints:
@@ -37,9 +37,9 @@ class PromptBatchEndpoints:
         "Prompt batches",
         SubmittedPromptBatch,
         status=202,
-        failures=SUBMIT,
+        failures=SUBMISSION_FAILURES,
         bodies=(PROMPT_BATCH_BODY,),
-        headers=URGENCY | {"idempotency-key"},
+        headers=URGENCY_HEADERS | {"idempotency-key"},
         answer_headers=("location", "retry-after"),
         created=Created("/v1/batch/{batch_id}", "batch_id"),
     )
@@ -74,7 +74,12 @@ class PromptBatchEndpoints:
         )
 
     @Operation(
-        "GET", "/v1/batch/{batch_id}", "Prompt batches", PromptBatchPage, failures=FIND | {400}, query=OutputsQuery
+        "GET",
+        "/v1/batch/{batch_id}",
+        "Prompt batches",
+        PromptBatchPage,
+        failures=LOOKUP_FAILURES | {400},
+        query=OutputsQuery,
     )
     async def batch(self, request: Request) -> Response:
         """Show the progress of a prompt batch and a page of its outputs.
@@ -88,7 +93,9 @@ class PromptBatchEndpoints:
         reply = await self._service.as_json(partial(_batch_with_outputs, batch, lines), caller_of(request))
         return Response(reply, media_type="application/json")
 
-    @Operation("POST", "/v1/batch/{batch_id}/cancel", "Prompt batches", PromptBatchObject, failures=FIND | {409})
+    @Operation(
+        "POST", "/v1/batch/{batch_id}/cancel", "Prompt batches", PromptBatchObject, failures=LOOKUP_FAILURES | {409}
+    )
     async def cancel(self, request: Request) -> Response:
         """Cancel a prompt batch and keep the outputs that it already has."""
         batch = await self._requests.find(request, BatchKind.PROMPTS)

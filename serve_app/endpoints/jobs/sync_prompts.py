@@ -27,7 +27,7 @@ from serve_app.openai.request.job_schema import StreamQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import CompletionService
 from serve_app.reference.job_answers import PromptEnd, PromptPart, SyncProgress, SyncPromptsReply, UnfinishedOutput
-from serve_app.reference.operations import GENERATE, URGENCY, Access, Operation
+from serve_app.reference.operations import COMPLETION_FAILURES, URGENCY_HEADERS, Access, Operation
 
 _Arrived = asyncio.Queue[JsonObject | None]
 """Queue of events in order of arrival; None ends it."""
@@ -170,10 +170,10 @@ class SyncPromptEndpoints:
         SyncPromptsReply,
         {"application/x-ndjson": (SyncProgress, PromptPart, PromptEnd, UnfinishedOutput)},
         access=Access.LIMITED,
-        failures=GENERATE,
+        failures=COMPLETION_FAILURES,
         bodies=(SYNC_PROMPTS_BODY,),
         query=StreamQuery,
-        headers=URGENCY,
+        headers=URGENCY_HEADERS,
     )
     async def run(self, request: Request) -> Response:
         """Continue many prompts, each as a request of its own; a prompt that cannot be served fails alone.

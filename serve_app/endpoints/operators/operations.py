@@ -29,7 +29,7 @@ from serve_app.openai.request.job_schema import EngineQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import KnownModel, Meter
 from serve_app.reference.answers import DrainReply, HealthReply, LiveReply, LoadReply, ReadyReply
-from serve_app.reference.operations import FIND, Access, Operation
+from serve_app.reference.operations import LOOKUP_FAILURES, Access, Operation
 
 _JOBS_LIMIT_S = 2.0
 """Longest wait of a scrape or of `/health` for the jobs deployment, seconds."""
@@ -156,7 +156,14 @@ class OperationsEndpoints:
         except (ServingError, TimeoutError):
             return "unavailable"
 
-    @Operation("POST", "/v1/replicas/{replica_id}/drain", "Server", DrainReply, access=Access.OPERATOR, failures=FIND)
+    @Operation(
+        "POST",
+        "/v1/replicas/{replica_id}/drain",
+        "Server",
+        DrainReply,
+        access=Access.OPERATOR,
+        failures=LOOKUP_FAILURES,
+    )
     async def drain(self, request: Request) -> Response:
         """Have a replica take no more requests, hand its streams over, and be replaced.
 
