@@ -111,5 +111,5 @@ class Operation:
 
 def routes_of(endpoints: object) -> Mapping[Operation, Callable[[Request], Awaitable[Response]]]:
     """Return the handlers of an object by their operations, in the order of their definition."""
-    handlers = [getattr(endpoints, name) for name in vars(type(endpoints))]
-    return {handler.operation: handler for handler in handlers if hasattr(handler, "operation")}
+    members = vars(type(endpoints)).items()
+    return {member.operation: getattr(endpoints, name) for name, member in members if hasattr(member, "operation")}
