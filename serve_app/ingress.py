@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from fastapi import Depends, FastAPI, params
@@ -33,7 +34,7 @@ from serve_app.endpoints.pages import PageEndpoints
 from serve_app.errors import HttpError, http_failure, method_not_allowed, route_not_found
 from serve_app.http.access_log import AccessLog
 from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import Routes, error_response, exchange_of
+from serve_app.http.exchange import error_response, exchange_of
 from serve_app.http.exchange_middleware import ExchangeMiddleware, ExchangeObservers
 from serve_app.http.gate import Gate, GateMiddleware
 from serve_app.http.request_registry import RequestRegistry
@@ -48,6 +49,7 @@ from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
 from serve_app.openai.tokenize.prompt_encoder import encoder_of
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
+from serve_app.reference.operations import Access, routes_of
 from serve_app.tracing.tracer import Tracer
 
 __all__ = ["Backends", "IngressSettings", "create_api"]
@@ -64,10 +66,9 @@ def create_api(
 ) -> FastAPI:
     """Create the application; load the tokenizer and the key file.
 
-    Every route but the probes and those of `PageEndpoints` requires an API key, if there is a key file; those for
-    operators require an operator's. `metrics` holds the registry that `/metrics` exposes. Closing `gate` ends the
-    admission of requests. `rng` draws the seeds of requests without one. The documentation pages of FastAPI are off,
-    since they load assets from other sites.
+    A route requires an API key where its `Access` says so, if there is a key file. `metrics` holds the registry that
+    `/metrics` exposes. Closing `gate` ends the admission of requests. `rng` draws the seeds of requests without one.
+    The documentation pages of FastAPI are off, since they load assets from other sites.
 
     Raises:
         ValueError, OSError: the tokenizer or the key file cannot be used.
@@ -85,69 +86,63 @@ def create_api(
     metrics.registry.register(CountsCollector(text.grammars.metrics))
     service = CompletionService(dispatcher, model, text, settings.limits, rng or random.Random(), backends.meter)
     registry = RequestRegistry(clock.monotonic)
-    answered_at_once = {
-        **CompletionEndpoints(settings, bodies, service, registry).routes(),
-        **SyncPromptEndpoints(bodies, service, settings, clock).routes(),
-    }
-    routes = {
-        **ModelEndpoints(bodies, model, text.tokenizer, clock.unix()).routes(),
-        **RequestEndpoints(registry, None if jobs is None else jobs.client).routes(),
-    }
+    endpoints: list[object] = [
+        CompletionEndpoints(settings, bodies, service, registry),
+        SyncPromptEndpoints(bodies, service, settings, clock),
+        RequestEndpoints(registry, None if jobs is None else jobs.client),
+    ]
     if jobs is not None:
         requests = JobRequests(bodies, jobs)
-        routes |= {
-            **FileEndpoints(requests, clock).routes(),
-            **BatchEndpoints(requests, model.name).routes(),
-            **JobEndpoints(requests, JobMaker(service.checks, model.name), service).routes(),
-            **PromptBatchEndpoints(requests, PromptBatchMaker(service.checks, model.name), service).routes(),
-            **UsageEndpoints(jobs.client, clock).routes(),
-        }
+        endpoints += [
+            JobEndpoints(requests, JobMaker(service.checks, model.name), service),
+            BatchEndpoints(requests, model.name),
+            FileEndpoints(requests, clock),
+            PromptBatchEndpoints(requests, PromptBatchMaker(service.checks, model.name), service),
+            UsageEndpoints(jobs.client, clock),
+        ]
+    gate = gate or Gate()
+    endpoints += [
+        ModelEndpoints(bodies, model, text.tokenizer, clock.unix()),
+        PageEndpoints(model.name, workers, has_keys=key_file is not None),
+        OperationsEndpoints(backends, model, metrics, settings.stall_timeout_s),
+        DashboardEndpoints(Snapshots(model.name, backends, registry), gate),
+    ]
     access_log = None if settings.access_log_socket is None else AccessLog(settings.access_log_socket)
     tracer = tracer or Tracer(settings.tracing, "headway-ingress", "1")
     observers = ExchangeObservers(metrics, registry, tracer, access_log, settings.slow_request_s)
-    gate = gate or Gate()
     middleware = _middleware(settings, observers, clock, gate)
     app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=middleware)
-    operations = OperationsEndpoints(backends, model, metrics, settings.stall_timeout_s)
-    dashboard = DashboardEndpoints(Snapshots(model.name, backends, registry), gate)
-    probes, watched = operations.probes(), {**operations.watched(), **dashboard.watched()}
-    own = (*watched, *answered_at_once, *routes)
-    keyed_routes = () if key_file is None else own
-    open_routes = {**probes, **dashboard.pages()}
-    _add_routes(app, open_routes)
-    _add_routes(app, PageEndpoints(model.name, workers, (*open_routes, *own), keyed_routes).routes())
-
-    async def authenticate(request: Request) -> None:
-        await authenticator.refresh()
-        exchange_of(request).principal = authenticator.authenticate(request.headers)
-
-    def require(request: Request) -> None:
-        require_operator(exchange_of(request).principal)
-
-    _add_routes(app, watched, Depends(authenticate), Depends(require))
-    _add_routes(app, routes, Depends(authenticate))
-    _add_routes(
-        app,
-        answered_at_once,
-        Depends(authenticate),
-        Depends(_limiting(backends.key_limiter or KeyLimiter(clock.monotonic))),
-    )
+    _add_routes(app, endpoints, _dependencies(authenticator, backends.key_limiter or KeyLimiter(clock.monotonic)))
     for kind in (ServingError, HttpError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     return app
 
 
-def _limiting(limiter: KeyLimiter) -> Callable[[Request], Awaitable[None]]:
-    """Return the dependency that counts a request of a limited API key from before its body is read to its end."""
+def _dependencies(authenticator: Authenticator, limiter: KeyLimiter) -> Mapping[Access, Sequence[params.Depends]]:
+    """Return the checks of a request before its handler is called."""
+
+    async def authenticate(request: Request) -> None:
+        await authenticator.refresh()
+        exchange_of(request).principal = authenticator.authenticate(request.headers)
 
     async def limit(request: Request) -> None:
+        """Count a request of a limited API key, from before its body is read to its end."""
         exchange = exchange_of(request)
         use = limiter.use_of(exchange.principal.key_id, exchange.principal.limits)
         if use is not None:
             exchange.key_use = use
             use.begin()
 
-    return limit
+    def require(request: Request) -> None:
+        require_operator(exchange_of(request).principal)
+
+    key = Depends(authenticate)
+    return {
+        Access.OPEN: (),
+        Access.KEY: (key,),
+        Access.LIMITED: (key, Depends(limit)),
+        Access.OPERATOR: (key, Depends(require)),
+    }
 
 
 def _middleware(settings: IngressSettings, observers: ExchangeObservers, clock: Clock, gate: Gate) -> list[Middleware]:
@@ -167,10 +162,13 @@ def _middleware(settings: IngressSettings, observers: ExchangeObservers, clock: 
     ]
 
 
-def _add_routes(app: FastAPI, routes: Routes, *dependencies: params.Depends) -> None:
-    for route, handler in routes.items():
-        method, path = route.split()
-        app.add_api_route(path, handler, methods=[method], dependencies=dependencies, response_model=None)
+def _add_routes(
+    app: FastAPI, endpoints: Sequence[object], dependencies: Mapping[Access, Sequence[params.Depends]]
+) -> None:
+    """Add the declared handlers; the first route that matches a request is used."""
+    for operation, handler in chain.from_iterable(routes_of(each).items() for each in endpoints):
+        checks = dependencies[operation.access]
+        app.add_api_route(operation.path, handler, methods=[operation.method], dependencies=checks, response_model=None)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from pydantic_core import to_json
@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED = 499
 """Status of requests whose client disconnected; it appears only in logs and metrics."""
-
-Routes = Mapping[str, Callable[[Request], Awaitable[Response]]]
-"""Handlers by method and path, such as `GET /v1/files`; the first match is used."""
 
 SCOPE_KEY = "headway.exchange"
 _LENGTH = re.compile(r"[0-9]{1,18}")

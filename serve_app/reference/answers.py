@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from serve_app.openai.reply.schema import ReplyTier, RequestMetrics, described
@@ -137,8 +138,7 @@ class ReplicaLoad(TypedDict):
     replica_id: str
     node_id: str
     pid: int
-    age_s: float
-    """Seconds since the load was taken."""
+    age_s: Annotated[float, Field(description="Seconds since the load was taken.")]
     num_in_flight: int
     num_slots: int
     num_running: int
@@ -149,8 +149,7 @@ class ReplicaLoad(TypedDict):
     outstanding_tokens: int
     num_blocks: int
     num_free_blocks: int
-    kv_usage: float
-    """Share of the blocks that sequences hold, 0 to 1."""
+    kv_usage: Annotated[float, Field(description="Share of the blocks that sequences hold, 0 to 1.")]
     generated_tokens_per_s: float
     is_draining: bool
 
@@ -284,16 +283,46 @@ class JobsValue(TypedDict):
 
 
 @described
+class PlacementCounts(TypedDict):
+    """Most frequent reason for the placements of the shown requests on a replica."""
+
+    reason: str
+    num_placements: int
+    of: int
+    """Placements on the replica, for any reason."""
+
+
+@described
+class ShownReplica(ReplicaLoad):
+    """Last known load of a replica, and the reason for which requests came to it."""
+
+    chosen_for: PlacementCounts | None
+
+
+@described
+class ShownBatch(TypedDict):
+    """Progress of a batch that runs."""
+
+    id: str
+    tenant: str
+    num_lines: int
+    num_completed: int
+    num_failed: int
+    has_webhook: bool
+
+
+@described
 class DashboardSnapshot(TypedDict):
     """State of the server as the ingress that answers knows it."""
 
     time_unix_s: float
     model: str
-    replicas: list[ReplicaLoad]
+    replicas: list[ShownReplica]
     queues: list[BandQueue]
     latencies: list[BandLatencies]
     autoscaling: AutoscalingState | None
     jobs: list[JobsValue] | None
     """Metrics of the jobs process; null: it does not answer, or there is none."""
+    batches: list[ShownBatch]
     requests: list[RequestObject]
     """Completions that run, then those that ended, newest first."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -12,6 +11,7 @@ from markupsafe import Markup, escape
 
 from serve_app.openai.reply.format import JsonObject
 from serve_app.reference.document import EVENT_DATA, LINE
+from serve_app.reference.words import NO_EFFECT
 
 _BOUNDS = {
     "minimum": "≥ {}",
@@ -23,19 +23,6 @@ _BOUNDS = {
 }
 _MAX_SHOWN_LIMIT = 2**53
 """Bounds beyond it are those of 64-bit numbers, which no reader needs."""
-_NO_EFFECT = "Accepted with these values alone; has no effect."
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Row of a table of fields."""
-
-    name: str
-    kind: Markup
-    """Type and bounds; names of other schemas are links."""
-    is_required: bool
-    default: str
-    description: Markup
 
 
 def welcome_page(model_name: str, version: str, url: str, links: Mapping[str, str]) -> str:
@@ -64,6 +51,7 @@ def reference_page(document: JsonObject) -> str:
             failures=document["components"]["responses"],
             events=EVENT_DATA,
             line=LINE,
+            no_effect=NO_EFFECT,
         )
     )
 
@@ -72,29 +60,8 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("serve_app.reference"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"kind": _kind, "rows": _rows, "prose": _prose, "unused": _unused}
+    environment.filters |= {"kind": _kind, "prose": _prose, "json": json.dumps}
     return environment
-
-
-def _rows(schema: JsonObject) -> Iterator[Row]:
-    """Yield the fields of an object that have an effect."""
-    for name, field in schema.get("properties", {}).items():
-        if field.get("description") == _NO_EFFECT:
-            continue
-        default = field.get("default")
-        yield Row(
-            name,
-            _kind(field),
-            name in schema.get("required", ()),
-            "" if default is None else json.dumps(default),
-            _prose(field.get("description", "")),
-        )
-
-
-def _unused(schema: JsonObject) -> list[str]:
-    """Return the names of the fields that are accepted without effect."""
-    fields = schema.get("properties", {}).items()
-    return [name for name, field in fields if field.get("description") == _NO_EFFECT]
 
 
 def _kind(schema: JsonObject) -> Markup:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from serve_app.openai.reply.schema import (
@@ -12,8 +13,10 @@ from serve_app.openai.reply.schema import (
     ErrorDetails,
     FinishReason,
     RankedLogprob,
+    ReasoningTokens,
     ReplyTier,
     RequestMetrics,
+    TextChoice,
     TextCompletion,
     TextLogprobs,
     UsageObject,
@@ -93,13 +96,6 @@ class RequestCountsObject(TypedDict):
     completed: int
     failed: int
     """Requests that failed, expired or were cancelled."""
-
-
-@described
-class ReasoningTokens(TypedDict):
-    """Details about output tokens."""
-
-    reasoning_tokens: int
 
 
 @described
@@ -219,11 +215,9 @@ class SubmittedJob(TypedDict):
 
 
 @described
-class StatusObject(TypedDict):
+class StatusObject(SubmittedJob):
     """Job in the short form."""
 
-    job_id: str
-    status: JobStatus
     result: ChatCompletion | TextCompletion | None
     error: ErrorDetails | None
 
@@ -237,12 +231,20 @@ class SubmittedPromptBatch(TypedDict):
 
 
 @described
-class CompletedOutput(TypedDict):
+class PromptEnd(TypedDict):
+    """End of one completed prompt."""
+
+    index: Annotated[int, Field(description="Number of the prompt, from 0.")]
+    status: Literal["completed"]
+    usage: UsageObject
+    error: None
+    metrics: NotRequired[RequestMetrics]
+
+
+@described
+class CompletedOutput(PromptEnd):
     """Output of a completed prompt: its choice and usage."""
 
-    index: int
-    """Number of the prompt, from 0."""
-    status: Literal["completed"]
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReason
@@ -250,9 +252,6 @@ class CompletedOutput(TypedDict):
     prompt_token_ids: NotRequired[list[int] | None]
     token_ids: NotRequired[list[int] | None]
     prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None] | None]
-    usage: UsageObject
-    error: None
-    metrics: NotRequired[RequestMetrics]
 
 
 @described
@@ -268,11 +267,9 @@ class UnfinishedOutput(TypedDict):
 
 
 @described
-class PromptBatchObject(TypedDict):
+class PromptBatchObject(SubmittedPromptBatch):
     """Prompt batch and its progress."""
 
-    batch_id: str
-    status: PromptBatchStatus
     progress: float
     """Share of the prompts that are done, 0 to 1."""
     num_done: int
@@ -328,25 +325,5 @@ class SyncPromptsReply(SyncProgress):
 
 
 @described
-class PromptPart(TypedDict):
+class PromptPart(TextChoice):
     """Part of the output of one prompt."""
-
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: NotRequired[int | str | None]
-    prompt_token_ids: NotRequired[list[int] | None]
-    token_ids: NotRequired[list[int] | None]
-    prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None] | None]
-
-
-@described
-class PromptEnd(TypedDict):
-    """End of one completed prompt."""
-
-    index: int
-    status: Literal["completed"]
-    usage: UsageObject
-    error: None
-    metrics: NotRequired[RequestMetrics]

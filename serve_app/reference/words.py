@@ -89,3 +89,6 @@ ANSWER_HEADERS: Mapping[str, str] = {
 
 FORM_FILE: Mapping[str, str] = {"type": "string", "format": "binary", "description": "File to upload, with its name."}
 """Schema of the file in a form."""
+
+NO_EFFECT = "Accepted with these values alone; has no effect."
+"""Description of a field that is accepted for compatibility."""

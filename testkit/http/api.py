@@ -15,7 +15,6 @@ import httpx2
 import openai
 import pytest
 import uvicorn
-from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,8 +22,8 @@ from replicas.protocol import ModelCard
 from router.dispatch import Dispatcher
 from serve_app.ingress import Backends, IngressSettings, create_api
 from serve_app.openai.service import Meter
-from serve_app.reference.document import api_document, plain_route
-from serve_app.reference.operations import OPERATIONS
+from serve_app.reference.document import api_document
+from serve_app.reference.operations import Operation
 from serve_app.tracing.tracer import Tracer
 from testkit.http.documented_answers import CheckedApp, DocumentedAnswers
 from testkit.http.memory_jobs import MemoryJobs, memory_access
@@ -133,9 +132,7 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
                 tracer=tracer,
                 rng=random.Random(0),
             )
-            routes = [route for route in app.routes if isinstance(route, Route)]
-            served = {plain_route(f"{method} {route.path}") for route in routes for method in route.methods or ()}
-            checked.append(CheckedApp(app, documented_answers(frozenset(served & OPERATIONS.keys()))))
+            checked.append(CheckedApp(app, documented_answers(operations_of(app))))
             transport = httpx.ASGITransport(app=checked[-1], raise_app_exceptions=False)
             http = httpx.AsyncClient(transport=transport, base_url="http://test")
             stack.push_async_callback(http.aclose)
@@ -151,10 +148,15 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
     assert not problems, "\n".join(problems)
 
 
+def operations_of(app: Any) -> tuple[Operation, ...]:
+    """Return the operations of an application's routes."""
+    return tuple(route.endpoint.operation for route in app.routes)
+
+
 @functools.cache
-def documented_answers(routes: frozenset[str]) -> DocumentedAnswers:
-    """Return the answers that the document of some routes allows."""
-    return DocumentedAnswers(api_document(routes, routes, MODEL, "0"))
+def documented_answers(operations: tuple[Operation, ...]) -> DocumentedAnswers:
+    """Return the answers that the document of some operations allows."""
+    return DocumentedAnswers(api_document(operations, True, MODEL, "0"))
 
 
 def stored_reply(text: str) -> dict[str, Any]:

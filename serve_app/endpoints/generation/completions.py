@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.endpoints.event_stream import EventStream
 from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import Routes, caller_of, exchange_of
+from serve_app.http.exchange import caller_of, exchange_of
 from serve_app.http.request_registry import RequestRegistry
 from serve_app.http.settings import IngressSettings
 from serve_app.http.streaming import while_connected
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
+from serve_app.openai.reply.schema import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ErrorObject,
+    TextCompletion,
+    TextCompletionChunk,
+)
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody
 from serve_app.openai.service import CompletionService
+from serve_app.reference.operations import COMPLETION_FAILURES, URGENCY_HEADERS, Access, Fields, Operation
 
 _MIN_WAIT_S = 0.5
 """Shortest interval of a stream's comments that a client's read time-out can set, seconds; comments cost work."""
+_ANSWER_HEADERS = ("x-model-replica", "x-headway-not-enforced", "x-ratelimit")
+
+
+def _stream(chunk: Any) -> Mapping[str, tuple[Any, ...]]:
+    return {"text/event-stream": (chunk, ErrorObject, Literal["[DONE]"])}
 
 
 class CompletionEndpoints:
@@ -35,22 +48,39 @@ class CompletionEndpoints:
         self._bodies = bodies
         self._service = service
 
-    def routes(self) -> Routes:
-        """Return the handlers by method and path."""
-        return {
-            "POST /v1/chat/completions": self.chat,
-            "POST /v1/completions": self.completion,
-        }
-
+    @Operation(
+        "POST",
+        "/v1/chat/completions",
+        "Completions",
+        ChatCompletion,
+        _stream(ChatCompletionChunk),
+        access=Access.LIMITED,
+        failures=COMPLETION_FAILURES,
+        bodies=(Fields(ChatBody, CHAT_IGNORED),),
+        headers=URGENCY_HEADERS,
+        answer_headers=_ANSWER_HEADERS,
+    )
     async def chat(self, request: Request) -> Response:
-        """Answer POST /v1/chat/completions."""
+        """Answer a conversation, whole or as a stream of events."""
         caller = caller_of(request)
         body = await self._bodies.read(request, ChatBody, CHAT_IGNORED)
         self._registry.begin(exchange_of(request), body, caller.owner_of(body))
         return await self._respond(request, caller, self._service.chat(body, caller))
 
+    @Operation(
+        "POST",
+        "/v1/completions",
+        "Completions",
+        TextCompletion,
+        _stream(TextCompletionChunk),
+        access=Access.LIMITED,
+        failures=COMPLETION_FAILURES,
+        bodies=(Fields(CompletionBody, COMPLETION_IGNORED),),
+        headers=URGENCY_HEADERS,
+        answer_headers=_ANSWER_HEADERS,
+    )
     async def completion(self, request: Request) -> Response:
-        """Answer POST /v1/completions."""
+        """Continue one or several prompts, whole or as a stream of events."""
         caller = caller_of(request)
         body = await self._bodies.read(request, CompletionBody, COMPLETION_IGNORED)
         self._registry.begin(exchange_of(request), body, caller.owner_of(body))

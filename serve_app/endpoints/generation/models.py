@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import Routes, caller_of, json_response
+from serve_app.http.exchange import caller_of, json_response
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.schema import TOKENIZE_IGNORED, DetokenizeBody, TokenizeBody
@@ -16,6 +16,8 @@ from serve_app.openai.request.validation import check_model, check_num_tokens, c
 from serve_app.openai.service import KnownModel
 from serve_app.openai.tokenize.prompt_encoder import ChatTurns
 from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
+from serve_app.reference.answers import DetokenizeReply, ModelList, ModelObject, TokenizeReply, TokenizerInfo
+from serve_app.reference.operations import BODY_FAILURES, LOOKUP_FAILURES, Fields, Operation
 
 
 class ModelEndpoints:
@@ -30,28 +32,28 @@ class ModelEndpoints:
         self._tokenizer = tokenizer
         self._created_unix_s = created_unix_s
 
-    def routes(self) -> Routes:
-        """Return the handlers by method and path."""
-        return {
-            "GET /v1/models": self.models,
-            "GET /v1/models/{model_id:path}": self.model,
-            "POST /tokenize": self.tokenize,
-            "POST /detokenize": self.detokenize,
-            "GET /tokenizer_info": self.tokenizer_info,
-        }
-
+    @Operation("GET", "/v1/models", "Model", ModelList, failures=frozenset({503}))
     async def models(self, request: Request) -> Response:
-        """Answer GET /v1/models."""
+        """List the served model."""
         return json_response({"object": "list", "data": [await self._card(name) for name in self._model.names]})
 
+    @Operation("GET", "/v1/models/{model_id:path}", "Model", ModelObject, failures=LOOKUP_FAILURES)
     async def model(self, request: Request) -> Response:
-        """Answer GET /v1/models/{id}."""
+        """Show the served model."""
         name = request.path_params["model_id"]
         check_model(name, self._model.names)
         return json_response(await self._card(name))
 
+    @Operation(
+        "POST",
+        "/tokenize",
+        "Model",
+        TokenizeReply,
+        failures=BODY_FAILURES | LOOKUP_FAILURES,
+        bodies=(Fields(TokenizeBody, TOKENIZE_IGNORED),),
+    )
     async def tokenize(self, request: Request) -> Response:
-        """Answer POST /tokenize: encode a prompt or messages."""
+        """Encode a prompt, or messages with the model's chat template."""
         owner = caller_of(request).owner_before_parsing
         body = await self._bodies.read(request, TokenizeBody, TOKENIZE_IGNORED)
         check_model(body.model, self._model.names)
@@ -67,8 +69,16 @@ class ModelEndpoints:
             }
         )
 
+    @Operation(
+        "POST",
+        "/detokenize",
+        "Model",
+        DetokenizeReply,
+        failures=BODY_FAILURES | LOOKUP_FAILURES,
+        bodies=(Fields(DetokenizeBody, {}),),
+    )
     async def detokenize(self, request: Request) -> Response:
-        """Answer POST /detokenize."""
+        """Return the text of token ids."""
         owner = caller_of(request).owner_before_parsing
         body = await self._bodies.read(request, DetokenizeBody, {})
         check_model(body.model, self._model.names)
@@ -77,8 +87,12 @@ class ModelEndpoints:
         check_token_ids("tokens", body.tokens, card.vocab_size)
         return json_response({"prompt": await self._tokenizer.decode(body.tokens, owner)})
 
+    @Operation("GET", "/tokenizer_info", "Model", TokenizerInfo)
     async def tokenizer_info(self, request: Request) -> Response:
-        """Answer GET /tokenizer_info: the tokenizer, its chat template and the template's family, as vLLM and more."""
+        """Describe the tokenizer and the chat template.
+
+        Its fields are vLLM's, and the template's family.
+        """
         return json_response(self._tokenizer.info())
 
     async def _token_ids(self, body: TokenizeBody, max_model_len: int, owner: WorkOwner) -> tuple[int, ...]:

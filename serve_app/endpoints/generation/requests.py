@@ -9,11 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.errors import HttpError, line_not_cancellable
-from serve_app.http.exchange import Routes, exchange_of, json_response
+from serve_app.http.exchange import exchange_of, json_response
 from serve_app.http.request_registry import RequestRegistry
 from serve_app.jobs.api.records import JobsClient, JobsService
 from serve_app.keys.authenticator import Principal
 from serve_app.openai.reply.format import JsonObject
+from serve_app.reference.answers import RequestObject
+from serve_app.reference.operations import LOOKUP_FAILURES, Operation
 
 _LINE_ID = re.compile(r"(chatcmpl-|cmpl-)?[0-9a-f]{32}-[0-9]+")
 """Form of the ids of lines and of their replies."""
@@ -30,12 +32,9 @@ class RequestEndpoints:
     registry: RequestRegistry
     jobs: JobsClient | None
 
-    def routes(self) -> Routes:
-        """Return the handlers by method and path."""
-        return {"GET /v1/requests/{request_id}": self.show, "POST /v1/requests/{request_id}/cancel": self.cancel}
-
+    @Operation("GET", "/v1/requests/{request_id}", "Completions", RequestObject, failures=LOOKUP_FAILURES)
     async def show(self, request: Request) -> Response:
-        """Answer GET /v1/requests/{request_id}: a completion or a line that runs or ended recently."""
+        """Show a completion or line that runs, or that ended within the last hour, and where its time went."""
         request_id, principal = request.path_params["request_id"], exchange_of(request).principal
         try:
             return json_response(self.registry.find(request_id, principal))
@@ -45,8 +44,14 @@ class RequestEndpoints:
                 raise
             return json_response(line)
 
+    @Operation(
+        "POST", "/v1/requests/{request_id}/cancel", "Completions", RequestObject, failures=LOOKUP_FAILURES | {409}
+    )
     async def cancel(self, request: Request) -> Response:
-        """Answer POST /v1/requests/{request_id}/cancel: the completion ends with 499, or with an error event."""
+        """Cancel a running completion; of an id that several of one tenant have, all.
+
+        The completion ends with 499, or with an error event.
+        """
         request_id, principal = request.path_params["request_id"], exchange_of(request).principal
         try:
             return json_response(self.registry.cancel(request_id, principal))

@@ -8,11 +8,20 @@ from starlette.responses import Response
 from replicas.protocol import Band
 from serve_app.endpoints.jobs.job_objects import batch_object, list_object
 from serve_app.endpoints.jobs.job_requests import JobRequests, Submitter
-from serve_app.http.exchange import Routes, json_response, tenant_of
+from serve_app.http.exchange import json_response, tenant_of
 from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsService, NewBatch, PageRequest
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import BatchBody, BatchListQuery
 from serve_app.openai.request.parsing import parse_body
+from serve_app.reference.job_answers import BatchList, BatchObject
+from serve_app.reference.operations import (
+    LOOKUP_FAILURES,
+    SUBMISSION_FAILURES,
+    TRACE_HEADERS,
+    Created,
+    Fields,
+    Operation,
+)
 
 
 class BatchEndpoints:
@@ -23,37 +32,43 @@ class BatchEndpoints:
         self._client = requests.jobs.client
         self._model_name = model_name
 
-    def routes(self) -> Routes:
-        """Return the handlers by method and path."""
-        return {
-            "POST /v1/batches": self.create,
-            "GET /v1/batches": self.batches,
-            "GET /v1/batches/{batch_id}": self.batch,
-            "POST /v1/batches/{batch_id}/cancel": self.cancel,
-        }
-
+    @Operation(
+        "POST",
+        "/v1/batches",
+        "Batches",
+        BatchObject,
+        failures=SUBMISSION_FAILURES,
+        bodies=(Fields(BatchBody, {}),),
+        headers=TRACE_HEADERS | {"idempotency-key"},
+        created=Created("/v1/batches/{batch_id}"),
+    )
     async def create(self, request: Request) -> Response:
-        """Answer POST /v1/batches: create a batch, which validates its file later."""
+        """Create a batch of the requests in an uploaded file.
+
+        The file is validated later.
+        """
         new = await self._requests.read(request, _new_batch)
         return self._answer((await self._requests.submit(request, new)).batch)
 
+    @Operation("GET", "/v1/batches", "Batches", BatchList, failures=LOOKUP_FAILURES | {400}, query=BatchListQuery)
     async def batches(self, request: Request) -> Response:
-        """Answer GET /v1/batches, newest first."""
+        """List batches, newest first."""
         tenant = tenant_of(request)
         query = parse_body(BatchListQuery, request.query_params, {})
-        page = await self._client.call(
-            JobsService.batches, tenant, BatchKind.FILE, PageRequest(query.limit, query.after)
-        )
+        part = PageRequest(query.limit, query.after)
+        page = await self._client.call(JobsService.batches, tenant, BatchKind.FILE, part)
         return json_response(
             list_object([batch_object(batch, self._model_name) for batch in page.items], page.has_more)
         )
 
+    @Operation("GET", "/v1/batches/{batch_id}", "Batches", BatchObject, failures=LOOKUP_FAILURES)
     async def batch(self, request: Request) -> Response:
-        """Answer GET /v1/batches/{id}."""
+        """Show a batch."""
         return self._answer(await self._requests.find(request, BatchKind.FILE))
 
+    @Operation("POST", "/v1/batches/{batch_id}/cancel", "Batches", BatchObject, failures=LOOKUP_FAILURES | {409})
     async def cancel(self, request: Request) -> Response:
-        """Answer POST /v1/batches/{id}/cancel: cancel a batch and keep the results that it already has."""
+        """Cancel a batch and keep the results that it already has."""
         batch = await self._requests.find(request, BatchKind.FILE)
         return self._answer(await self._client.call(JobsService.cancel, batch.tenant, batch.id))
 

@@ -11,13 +11,15 @@ from serve_app.endpoints.jobs.job_objects import file_object, list_object
 from serve_app.endpoints.jobs.job_requests import JobRequests
 from serve_app.errors import body_too_large
 from serve_app.http.bodies import FORM_BYTES, Upload, boundary_of
-from serve_app.http.exchange import Routes, content_length, exchange_of, json_response, tenant_of
+from serve_app.http.exchange import content_length, exchange_of, json_response, tenant_of
 from serve_app.http.streaming import ByteStream
 from serve_app.jobs.access import checked_file_id
 from serve_app.jobs.api.errors import UnknownFile
 from serve_app.jobs.api.records import FileRecord, JobsService, PageRequest, new_id
 from serve_app.openai.request.job_schema import FileListQuery, UploadForm
 from serve_app.openai.request.parsing import parse_body
+from serve_app.reference.job_answers import DeletedFile, FileList, FileObject
+from serve_app.reference.operations import BODY_FAILURES, LOOKUP_FAILURES, Created, Operation
 
 BATCH_FILE_KEPT_S = 30 * 86_400.0
 """Default lifetime of a batch's input file, seconds, as in OpenAI's API; other files are kept without limit."""
@@ -31,18 +33,20 @@ class FileEndpoints:
         self._jobs = requests.jobs
         self._clock = clock
 
-    def routes(self) -> Routes:
-        """Return the handlers by method and path."""
-        return {
-            "POST /v1/files": self.upload,
-            "GET /v1/files": self.files,
-            "GET /v1/files/{file_id}": self.file,
-            "DELETE /v1/files/{file_id}": self.delete,
-            "GET /v1/files/{file_id}/content": self.content,
-        }
-
+    @Operation(
+        "POST",
+        "/v1/files",
+        "Files",
+        FileObject,
+        failures=BODY_FAILURES | {503},
+        form=UploadForm,
+        created=Created("/v1/files/{file_id}"),
+    )
     async def upload(self, request: Request) -> Response:
-        """Answer POST /v1/files: stream a file into the store and record it."""
+        """Upload a file.
+
+        It is streamed into the store, then recorded.
+        """
         tenant = tenant_of(request)
         boundary = boundary_of(request.headers.get("content-type"))
         max_file_bytes = self._jobs.settings.max_file_bytes
@@ -63,26 +67,36 @@ class FileEndpoints:
         exchange_of(request).details |= {"file_id": file_id, "tenant": tenant}
         return json_response(file_object(record))
 
+    @Operation("GET", "/v1/files", "Files", FileList, failures=LOOKUP_FAILURES | {400}, query=FileListQuery)
     async def files(self, request: Request) -> Response:
-        """Answer GET /v1/files."""
+        """List files."""
         tenant = tenant_of(request)
         query = parse_body(FileListQuery, request.query_params, {})
         part = PageRequest(query.limit, query.after, is_ascending=query.order == "asc")
         page = await self._jobs.client.call(JobsService.files, tenant, query.purpose, part)
         return json_response(list_object([file_object(file) for file in page.items], page.has_more))
 
+    @Operation("GET", "/v1/files/{file_id}", "Files", FileObject, failures=LOOKUP_FAILURES)
     async def file(self, request: Request) -> Response:
-        """Answer GET /v1/files/{id}."""
+        """Show a file."""
         return json_response(file_object(await self._file(request)))
 
+    @Operation("DELETE", "/v1/files/{file_id}", "Files", DeletedFile, failures=LOOKUP_FAILURES | {409})
     async def delete(self, request: Request) -> Response:
-        """Answer DELETE /v1/files/{id}."""
+        """Delete a file."""
         tenant, file_id = tenant_of(request), checked_file_id(request.path_params["file_id"])
         await self._jobs.client.call(JobsService.delete_file, tenant, file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
+    @Operation(
+        "GET",
+        "/v1/files/{file_id}/content",
+        "Files",
+        other_answers={"application/octet-stream": ()},
+        failures=LOOKUP_FAILURES,
+    )
     async def content(self, request: Request) -> Response:
-        """Answer GET /v1/files/{id}/content."""
+        """Download a file."""
         file = await self._file(request)
         headers = {"content-length": str(file.num_bytes), "x-content-type-options": "nosniff"}
         return ByteStream(self._jobs.files.read(file.id), exchange_of(request), "application/octet-stream", headers)

@@ -10,8 +10,8 @@ from starlette.responses import Response
 from replicas.errors import ServingError
 from serve_app.endpoints.jobs.job_objects import job_object, job_status, status_object
 from serve_app.endpoints.jobs.job_requests import JobRequests, Submitter
-from serve_app.endpoints.jobs.new_batches import JobMaker, NewJob
-from serve_app.http.exchange import Routes, caller_of, json_response, tenant_of
+from serve_app.endpoints.jobs.new_batches import JOB_BODIES, SHORT_JOB_BODIES, JobMaker, NewJob
+from serve_app.http.exchange import caller_of, json_response, tenant_of
 from serve_app.http.streaming import while_connected
 from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsService, LineRecord, Submission
 from serve_app.openai.reply.format import JsonObject
@@ -20,6 +20,8 @@ from serve_app.openai.request.job_schema import WaitQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.request.schema import ChatBody
 from serve_app.openai.service import CompletionService
+from serve_app.reference.job_answers import JobObject, StatusObject, SubmittedJob
+from serve_app.reference.operations import LOOKUP_FAILURES, SUBMISSION_FAILURES, URGENCY_HEADERS, Created, Operation
 
 RETRY_AFTER_S = 1
 """Poll interval advised to clients in `retry-after`, seconds."""
@@ -33,41 +35,87 @@ class JobEndpoints:
         self._maker = maker
         self._service = service
 
-    def routes(self) -> Routes:
-        """Return the handlers by method and path."""
-        return {
-            "POST /v1/jobs": self.submit,
-            "GET /v1/jobs/{job_id}": self.job,
-            "DELETE /v1/jobs/{job_id}": self.cancel,
-            "POST /generate": self.generate,
-            "GET /status/{job_id}": self.status,
-        }
-
+    @Operation(
+        "POST",
+        "/v1/jobs",
+        "Jobs",
+        JobObject,
+        status=202,
+        failures=SUBMISSION_FAILURES,
+        bodies=JOB_BODIES,
+        headers=URGENCY_HEADERS | {"idempotency-key"},
+        answer_headers=("location", "retry-after"),
+        created=Created("/v1/jobs/{job_id}"),
+    )
     async def submit(self, request: Request) -> Response:
-        """Answer POST /v1/jobs: record the job durably, then answer 202."""
+        """Submit the body of a chat or text completion as a job, which runs later.
+
+        The job is recorded durably before the answer.
+        """
         submission = await self._submit(request, self._maker.job)
         job = submission.batch
         return _accepted(job_object(job, await self._line_known(submission)), f"/v1/jobs/{job.id}")
 
+    @Operation(
+        "POST",
+        "/generate",
+        "Jobs",
+        SubmittedJob,
+        status=202,
+        failures=SUBMISSION_FAILURES,
+        bodies=SHORT_JOB_BODIES,
+        headers=URGENCY_HEADERS | {"idempotency-key"},
+        answer_headers=("location", "retry-after"),
+        created=Created("/status/{job_id}", "job_id"),
+    )
     async def generate(self, request: Request) -> Response:
-        """Answer POST /generate: submit a job in the short form."""
+        """Submit a job in the short form: `model` may be left out, and `max_tokens` of a prompt is 50."""
         submission = await self._submit(request, self._maker.short_job)
         job = submission.batch
         status = job_status(job, await self._line_known(submission))
         return _accepted({"job_id": job.id, "status": status}, f"/status/{job.id}")
 
+    @Operation(
+        "GET",
+        "/v1/jobs/{job_id}",
+        "Jobs",
+        JobObject,
+        failures=LOOKUP_FAILURES | {400},
+        query=WaitQuery,
+        answer_headers=("retry-after",),
+    )
     async def job(self, request: Request) -> Response:
-        """Answer GET /v1/jobs/{id}: at once, or after the job's end or `wait` seconds, whichever is first."""
+        """Show a job, at once or after its end.
+
+        It waits for the end, at most `wait` seconds.
+        """
         job = await self._waited_for(request)
         return _polled(job, job_object(job, await self._line(job)))
 
+    @Operation(
+        "GET",
+        "/status/{job_id}",
+        "Jobs",
+        StatusObject,
+        failures=LOOKUP_FAILURES | {400},
+        query=WaitQuery,
+        answer_headers=("retry-after",),
+    )
     async def status(self, request: Request) -> Response:
-        """Answer GET /status/{id}: the short form of GET /v1/jobs/{id}."""
+        """Show a job in the short form."""
         job = await self._waited_for(request)
         return _polled(job, status_object(job, await self._line(job)))
 
+    @Operation(
+        "DELETE",
+        "/v1/jobs/{job_id}",
+        "Jobs",
+        JobObject,
+        failures=LOOKUP_FAILURES | {409},
+        answer_headers=("retry-after",),
+    )
     async def cancel(self, request: Request) -> Response:
-        """Answer DELETE /v1/jobs/{id}: cancel the job and keep its record."""
+        """Cancel a job and keep its record."""
         job = await self._requests.find(request, BatchKind.JOB, "job_id")
         job = await self._requests.jobs.client.call(JobsService.cancel, job.tenant, job.id)
         return _polled(job, job_object(job, await self._line(job)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic_core import to_json
 
@@ -16,6 +16,7 @@ from serve_app.openai.request.job_schema import MAX_WINDOW_S, JobOptions, Prompt
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody, GenerationBody
 from serve_app.openai.request.validation import BodyChecks
+from serve_app.reference.operations import Fields
 
 _CHAT_ENDPOINT, _COMPLETION_ENDPOINT = "/v1/chat/completions", "/v1/completions"
 
@@ -27,6 +28,29 @@ _BATCH_FIELDS = frozenset({"callback_url", "deadline_ms", "priority", "service_t
 
 _PLACEHOLDER_PROMPT = "a"
 """Prompt for checking the fields that all prompts share."""
+
+_JOB_LIMITS: JsonObject = {"stream": {"const": False}, "deadline_ms": {"maximum": MAX_WINDOW_S * 1000}}
+JOB_BODIES = (
+    Fields(ChatBody, CHAT_IGNORED, "ChatJobBody", JobOptions, limited=_JOB_LIMITS),
+    Fields(CompletionBody, COMPLETION_IGNORED, "CompletionJobBody", JobOptions, limited=_JOB_LIMITS),
+)
+SHORT_JOB_BODIES = tuple(replace(body, title=f"Short{body.title}", optional=("model",)) for body in JOB_BODIES)
+PROMPT_BATCH_BODY = Fields(
+    CompletionBody,
+    {**COMPLETION_IGNORED, "prompt": ()},
+    "PromptBatchBody",
+    PromptBatchOptions,
+    dropped=("prompt",),
+    optional=("model",),
+    limited={**_JOB_LIMITS, "n": {"const": 1}},
+)
+SYNC_PROMPTS_BODY = replace(
+    PROMPT_BATCH_BODY,
+    title="SyncPromptsBody",
+    ignored={**PROMPT_BATCH_BODY.ignored, "callback_url": ()},
+    dropped=("prompt", "callback_url"),
+    limited={"n": {"const": 1}},
+)
 
 
 @dataclass(frozen=True, slots=True)

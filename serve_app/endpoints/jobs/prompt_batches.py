@@ -11,13 +11,15 @@ from starlette.responses import Response
 from serve_app.endpoints.jobs.job_objects import prompt_output, unix_second
 from serve_app.endpoints.jobs.job_requests import JobRequests
 from serve_app.endpoints.jobs.jobs import RETRY_AFTER_S
-from serve_app.endpoints.jobs.new_batches import PromptBatchMaker
-from serve_app.http.exchange import Routes, caller_of, exchange_of, json_response, tenant_of
+from serve_app.endpoints.jobs.new_batches import PROMPT_BATCH_BODY, PromptBatchMaker
+from serve_app.http.exchange import caller_of, exchange_of, json_response, tenant_of
 from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, JobsService, LineRecord, LineStatus
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import OutputsQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import CompletionService
+from serve_app.reference.job_answers import PromptBatchObject, PromptBatchPage, PromptBatchStats, SubmittedPromptBatch
+from serve_app.reference.operations import LOOKUP_FAILURES, SUBMISSION_FAILURES, URGENCY_HEADERS, Created, Operation
 
 
 class PromptBatchEndpoints:
@@ -29,25 +31,35 @@ class PromptBatchEndpoints:
         self._maker = maker
         self._service = service
 
-    def routes(self) -> Routes:
-        """Return the handlers by method and path; /stats comes before the path where `stats` would match as an id."""
-        return {
-            "POST /v1/batch/async": self.submit,
-            "GET /v1/batch/stats": self.stats,
-            "GET /v1/batch/{batch_id}": self.batch,
-            "POST /v1/batch/{batch_id}/cancel": self.cancel,
-        }
-
+    @Operation(
+        "POST",
+        "/v1/batch/async",
+        "Prompt batches",
+        SubmittedPromptBatch,
+        status=202,
+        failures=SUBMISSION_FAILURES,
+        bodies=(PROMPT_BATCH_BODY,),
+        headers=URGENCY_HEADERS | {"idempotency-key"},
+        answer_headers=("location", "retry-after"),
+        created=Created("/v1/batch/{batch_id}", "batch_id"),
+    )
     async def submit(self, request: Request) -> Response:
-        """Answer POST /v1/batch/async: record the batch durably, then answer 202."""
+        """Submit many prompts, which run later.
+
+        The batch is recorded durably before the answer.
+        """
         new = await self._requests.read(request, partial(self._maker.batch, self._jobs.settings))
         batch = (await self._requests.submit(request, new)).batch
         exchange_of(request).details["num_prompts"] = batch.counts.total
         headers = {"location": f"/v1/batch/{batch.id}", "retry-after": str(RETRY_AFTER_S)}
         return json_response({"batch_id": batch.id, "status": _status_name(batch)}, 202, headers)
 
+    @Operation("GET", "/v1/batch/stats", "Prompt batches", PromptBatchStats, failures=frozenset({503}))
     async def stats(self, request: Request) -> Response:
-        """Answer GET /v1/batch/stats: statistics of all the tenant's asynchronous work."""
+        """Count batches and jobs by status.
+
+        It is declared before the path where `stats` would match as an id.
+        """
         stats = await self._jobs.client.call(JobsService.stats, tenant_of(request))
         return json_response(
             {
@@ -61,8 +73,19 @@ class PromptBatchEndpoints:
             }
         )
 
+    @Operation(
+        "GET",
+        "/v1/batch/{batch_id}",
+        "Prompt batches",
+        PromptBatchPage,
+        failures=LOOKUP_FAILURES | {400},
+        query=OutputsQuery,
+    )
     async def batch(self, request: Request) -> Response:
-        """Answer GET /v1/batch/{id}: the batch's progress and a page of its outputs, unfinished ones included."""
+        """Show the progress of a prompt batch and a page of its outputs.
+
+        Unfinished outputs are among them.
+        """
         tenant = tenant_of(request)
         query = parse_body(OutputsQuery, request.query_params, {})
         batch = await self._jobs.find(BatchKind.PROMPTS, tenant, request.path_params["batch_id"])
@@ -70,8 +93,11 @@ class PromptBatchEndpoints:
         reply = await self._service.as_json(partial(_batch_with_outputs, batch, lines), caller_of(request))
         return Response(reply, media_type="application/json")
 
+    @Operation(
+        "POST", "/v1/batch/{batch_id}/cancel", "Prompt batches", PromptBatchObject, failures=LOOKUP_FAILURES | {409}
+    )
     async def cancel(self, request: Request) -> Response:
-        """Answer POST /v1/batch/{id}/cancel: cancel a batch and keep the outputs that it already has."""
+        """Cancel a prompt batch and keep the outputs that it already has."""
         batch = await self._requests.find(request, BatchKind.PROMPTS)
         return json_response(_batch_object(await self._jobs.client.call(JobsService.cancel, batch.tenant, batch.id)))
 

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from replicas.errors import InvalidRequest
 from replicas.timing.clock import Clock
 from serve_app.endpoints.jobs.job_objects import completed_output, unfinished_output
-from serve_app.endpoints.jobs.new_batches import PromptBatchMaker, SyncPrompts
+from serve_app.endpoints.jobs.new_batches import SYNC_PROMPTS_BODY, PromptBatchMaker, SyncPrompts
 from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import Exchange, Routes, caller_of, exchange_of, fail
+from serve_app.http.exchange import Exchange, caller_of, exchange_of, fail
 from serve_app.http.settings import IngressSettings
 from serve_app.http.streaming import ByteStream, while_connected
 from serve_app.openai.reply.format import JsonObject
@@ -26,6 +26,8 @@ from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.job_schema import StreamQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import CompletionService
+from serve_app.reference.job_answers import PromptEnd, PromptPart, SyncProgress, SyncPromptsReply, UnfinishedOutput
+from serve_app.reference.operations import COMPLETION_FAILURES, URGENCY_HEADERS, Access, Operation
 
 _Arrived = asyncio.Queue[JsonObject | None]
 """Queue of events in order of arrival; None ends it."""
@@ -161,12 +163,23 @@ class SyncPromptEndpoints:
         self._settings = settings
         self._clock = clock
 
-    def routes(self) -> Routes:
-        """Return the handlers by method and path."""
-        return {"POST /v1/batch/sync": self.run}
-
+    @Operation(
+        "POST",
+        "/v1/batch/sync",
+        "Completions",
+        SyncPromptsReply,
+        {"application/x-ndjson": (SyncProgress, PromptPart, PromptEnd, UnfinishedOutput)},
+        access=Access.LIMITED,
+        failures=COMPLETION_FAILURES,
+        bodies=(SYNC_PROMPTS_BODY,),
+        query=StreamQuery,
+        headers=URGENCY_HEADERS,
+    )
     async def run(self, request: Request) -> Response:
-        """Answer POST /v1/batch/sync; with `stream` as lines of JSON, each with the `index` of its prompt."""
+        """Continue many prompts, each as a request of its own; a prompt that cannot be served fails alone.
+
+        With `stream` the answer is lines of JSON, each with the `index` of its prompt.
+        """
         exchange = exchange_of(request)
         caller = caller_of(request)
         query = parse_body(StreamQuery, request.query_params, {})

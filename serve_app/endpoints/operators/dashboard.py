@@ -17,21 +17,21 @@ from router.flow.flow_queue import BandQueueSize
 from serve_app.endpoints.event_stream import CONTENT_TYPE
 from serve_app.endpoints.operators.load_objects import autoscaling_of, load_of
 from serve_app.endpoints.operators.operations import Backends
-from serve_app.http.exchange import Routes, exchange_of
+from serve_app.http.exchange import exchange_of
 from serve_app.http.gate import Gate
 from serve_app.http.live_feed import LiveFeed
 from serve_app.http.request_registry import Latency, RequestRegistry
 from serve_app.http.streaming import ByteStream
 from serve_app.jobs.api.records import BatchProgress, JobsService
 from serve_app.openai.reply.format import JsonObject
+from serve_app.reference.answers import DashboardSnapshot
+from serve_app.reference.operations import Access, Operation
 
 _NUM_REQUESTS = 25
 _NUM_TENANTS = 8
 _LATENCY_WINDOW_S = 300.0
 _JOBS_PERIOD_S = 5.0
 _JOBS_LIMIT_S = 2.0
-_ASSETS = {"": "text/html", "/dashboard.js": "text/javascript", "/dashboard.css": "text/css"}
-"""Files of the page, by their path below `/dashboard`."""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -106,24 +106,38 @@ class DashboardEndpoints:
     def __init__(self, snapshots: Snapshots, gate: Gate) -> None:
         self._feed = LiveFeed(snapshots.make, lambda: gate.is_open)
         folder = files("serve_app") / "dashboard"
-        names = {"": "dashboard.html"}
-        self._assets = {path: (folder / names.get(path, path[1:])).read_bytes() for path in _ASSETS}
+        self._page, self._script, self._style = [
+            (folder / f"dashboard.{suffix}").read_bytes() for suffix in ("html", "js", "css")
+        ]
 
-    def pages(self) -> Routes:
-        """Return the handlers of the page's files, by method and path."""
-        return {f"GET /dashboard{path}": self.page for path in _ASSETS}
-
-    def watched(self) -> Routes:
-        """Return the handler for operators alone, by method and path."""
-        return {"GET /dashboard/events": self.events}
-
+    @Operation("GET", "/dashboard", "Server", other_answers={"text/html": ()}, access=Access.OPEN)
     async def page(self, request: Request) -> Response:
-        """Answer GET /dashboard and its files."""
-        path = exchange_of(request).path.rstrip("/").removeprefix("/dashboard")
-        return Response(self._assets[path], headers=_HEADERS, media_type=_ASSETS[path])
+        """Show the dashboard; with API keys it asks for an operator's."""
+        return Response(self._page, headers=_HEADERS, media_type="text/html")
 
+    @Operation("GET", "/dashboard/dashboard.js", "Server", other_answers={"text/javascript": ()}, access=Access.OPEN)
+    async def script(self, request: Request) -> Response:
+        """Return the dashboard's script."""
+        return Response(self._script, headers=_HEADERS, media_type="text/javascript")
+
+    @Operation("GET", "/dashboard/dashboard.css", "Server", other_answers={"text/css": ()}, access=Access.OPEN)
+    async def style(self, request: Request) -> Response:
+        """Return the dashboard's style."""
+        return Response(self._style, headers=_HEADERS, media_type="text/css")
+
+    @Operation(
+        "GET",
+        "/dashboard/events",
+        "Server",
+        other_answers={"text/event-stream": (DashboardSnapshot,)},
+        access=Access.OPERATOR,
+        failures=frozenset({429}),
+    )
     async def events(self, request: Request) -> Response:
-        """Answer GET /dashboard/events: a snapshot a second, until the client leaves or the server stops."""
+        """Send a snapshot of the server's state each second, for the dashboard and `headway top`.
+
+        The events end when the client leaves or the server stops.
+        """
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return ByteStream(self._feed.events(), exchange_of(request), CONTENT_TYPE, headers)
 

@@ -17,7 +17,7 @@ from router.scaling.autoscaling_loop import AutoscalingLoop
 from router.types import LatencyTargets, ReplicaView
 from serve_app.endpoints.operators.load_objects import autoscaling_of, load_of
 from serve_app.errors import replica_not_found
-from serve_app.http.exchange import Routes, json_response
+from serve_app.http.exchange import json_response
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsCounts, JobsService
 from serve_app.keys.rate_limits import KeyLimiter
@@ -28,6 +28,8 @@ from serve_app.monitoring.page import CONTENT_TYPE, page_parts
 from serve_app.openai.request.job_schema import EngineQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import KnownModel, Meter
+from serve_app.reference.answers import DrainReply, HealthReply, LiveReply, LoadReply, ReadyReply
+from serve_app.reference.operations import LOOKUP_FAILURES, Access, Operation
 
 _JOBS_LIMIT_S = 2.0
 """Longest wait of a scrape or of `/health` for the jobs deployment, seconds."""
@@ -59,20 +61,9 @@ class OperationsEndpoints:
     http_metrics: HttpMetrics
     stall_timeout_s: float
 
-    def probes(self) -> Routes:
-        """Return the handlers of the probes, which never need an API key, by method and path."""
-        return {"GET /health/live": self.live, "GET /health/ready": self.ready, "GET /health": self.health}
-
-    def watched(self) -> Routes:
-        """Return the handlers for operators alone, which show and steer all tenants' load, by method and path."""
-        return {
-            "GET /metrics": self.metrics,
-            "GET /load": self.load,
-            "POST /v1/replicas/{replica_id}/drain": self.drain,
-        }
-
+    @Operation("GET", "/health/live", "Server", LiveReply, access=Access.OPEN, failures=frozenset({503}))
     async def live(self, request: Request) -> Response:
-        """Answer 200 if this process runs and no engine has stalled, else 503.
+        """Answer 200 if this process runs and no engine has stalled.
 
         An engine has stalled if it has running or waiting sequences and neither a delta nor a poll has reported a step
         of it for `stall_timeout_s`. Before a 503 all engines are polled once more.
@@ -86,10 +77,12 @@ class OperationsEndpoints:
             raise NoReplicaAvailable(f"replicas with running sequences are silent: {listed}", code="engine_stalled")
         return json_response({"status": "live"})
 
+    @Operation("GET", "/health/ready", "Server", ReadyReply, access=Access.OPEN, failures=frozenset({503}))
     async def ready(self, request: Request) -> Response:
-        """Answer 200 if a request would be served now: a replica answers and not all replicas are draining; else 503.
+        """Answer 200 if a request would be served now.
 
-        With `min_replicas` 0 no replica has to run, if the model's card is known: a request starts a replica.
+        It would if a replica answers and not all replicas are draining. With `min_replicas` 0 no replica has to run, if
+        the model's card is known: a request starts a replica.
         """
         try:
             await self.model.refresh()
@@ -102,15 +95,29 @@ class OperationsEndpoints:
             raise NoReplicaAvailable("every replica is draining", code="draining")
         return json_response({"status": "ready"})
 
+    @Operation("GET", "/health", "Server", HealthReply, access=Access.OPEN, failures=frozenset({503}))
     async def health(self, request: Request) -> Response:
-        """Answer like `ready`, with the state of the jobs' storage, which interactive requests do not need."""
+        """Answer 200 if a request would be served now, with the state of the jobs.
+
+        Interactive requests do not need the jobs' storage.
+        """
         await self.ready(request)
         return json_response({"status": "ready", "jobs": await self._jobs_state()})
 
+    @Operation(
+        "GET",
+        "/metrics",
+        "Server",
+        other_answers={"text/plain": ()},
+        access=Access.OPERATOR,
+        failures=frozenset({400}),
+        query=EngineQuery,
+    )
     async def metrics(self, request: Request) -> Response:
-        """Answer GET /metrics: metrics of this ingress, of the engines that answer, and of the jobs deployment.
+        """Return the metrics, in Prometheus's text format.
 
-        More than 32 engines are summed; `?engine=` shows one engine alone. Streams go on while the page is made.
+        They are those of this ingress, of the engines that answer, and of the jobs deployment. More than 32 engines are
+        summed; `?engine=` shows one engine alone. Streams go on while the page is made.
         """
         wanted = parse_body(EngineQuery, request.query_params, {}).engine
         engines: list[EngineMetrics] = []
@@ -129,8 +136,12 @@ class OperationsEndpoints:
             await asyncio.sleep(0)
         return Response(b"".join(page), media_type=CONTENT_TYPE)
 
+    @Operation("GET", "/load", "Server", LoadReply, access=Access.OPERATOR)
     async def load(self, request: Request) -> Response:
-        """Answer GET /load: each replica's last known load with its age, and this ingress's autoscaling decision."""
+        """Show the load of every replica.
+
+        Each load is the last known one, with its age. This ingress's autoscaling decision is shown too.
+        """
         replicas = [load_of(view) for view in self.backends.dispatcher.load()]
         autoscaling = None if self.backends.autoscaling is None else autoscaling_of(self.backends.autoscaling)
         return json_response({"replicas": replicas, "autoscaling": autoscaling})
@@ -145,8 +156,16 @@ class OperationsEndpoints:
         except (ServingError, TimeoutError):
             return "unavailable"
 
+    @Operation(
+        "POST",
+        "/v1/replicas/{replica_id}/drain",
+        "Server",
+        DrainReply,
+        access=Access.OPERATOR,
+        failures=LOOKUP_FAILURES,
+    )
     async def drain(self, request: Request) -> Response:
-        """Answer POST /v1/replicas/{id}/drain: the replica takes no more requests, and its streams leave it.
+        """Have a replica take no more requests, hand its streams over, and be replaced.
 
         Streams that last longer than 5 s go on elsewhere. Serve then replaces the replica.
         """

@@ -13,13 +13,15 @@ from starlette.responses import Response
 from replicas.errors import InvalidRequest
 from replicas.timing.clock import Clock
 from serve_app.errors import operator_key_required
-from serve_app.http.exchange import Routes, exchange_of, json_response
+from serve_app.http.exchange import exchange_of, json_response
 from serve_app.jobs.api.records import JobsClient, JobsService
 from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageRow
 from serve_app.keys.authenticator import Principal
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import UsageListQuery
 from serve_app.openai.request.parsing import parse_body
+from serve_app.reference.job_answers import UsageList
+from serve_app.reference.operations import Operation
 
 _DEFAULT_DAYS, _MAX_DAYS = 30, 366
 _COLUMNS = (
@@ -44,12 +46,18 @@ class UsageEndpoints:
     client: JobsClient
     clock: Clock
 
-    def routes(self) -> Routes:
-        """Return the handler by method and path."""
-        return {"GET /v1/usage": self.show}
-
+    @Operation(
+        "GET",
+        "/v1/usage",
+        "Usage",
+        UsageList,
+        {"text/csv": ()},
+        failures=frozenset({400, 403, 503}),
+        query=UsageListQuery,
+        answer_headers=("x-headway-has-more",),
+    )
     async def show(self, request: Request) -> Response:
-        """Answer GET /v1/usage."""
+        """Show tokens and computing time by day, tenant, model and band, as JSON or CSV."""
         asked = parse_body(UsageListQuery, request.query_params, {})
         today = datetime.fromtimestamp(self.clock.unix(), UTC).date()
         query = _query_of(asked, exchange_of(request).principal, today)

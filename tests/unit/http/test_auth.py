@@ -13,8 +13,7 @@ from replicas.protocol import Band
 from serve_app.keys.authenticator import ANONYMOUS, Authenticator, Principal
 from serve_app.keys.key_file import digest_of
 from serve_app.openai.request.validation import RequestLimits
-from serve_app.reference.operations import OPERATIONS
-from testkit.http.api import MODEL, MakeApi, refusal
+from testkit.http.api import MODEL, MakeApi, operations_of, refusal
 from testkit.limits import LIMIT_S
 
 OPEN = {"/", "/docs", "/openapi.json", "/version", "/health", "/health/live", "/health/ready"}
@@ -64,9 +63,10 @@ async def test_missing_key_is_reported_before_a_malformed_header(make_api: MakeA
     api = make_api(settings={"api_key_file": key_file})
     malformed = {"idempotency-key": "two words", "x-headway-priority": "soon", "request-timeout-ms": "-"}
     malformed |= {"content-type": "text/plain", "content-length": "x", "x-stainless-timeout": "-"}
-    for method, path in (route.split() for route in OPERATIONS):
-        if path not in OPEN:
-            response = await api.http.request(method, re.sub("[{}]", "", path), headers=malformed)
+    for operation in operations_of(api.app):
+        if operation.path not in OPEN:
+            path = re.sub("[{}]", "", operation.plain_path)
+            response = await api.http.request(operation.method, path, headers=malformed)
             assert refusal(response) == (401, "invalid_api_key", None), path
 
 

@@ -19,7 +19,8 @@ from router.types import ReplicaView
 from serve_app.http.live_feed import LiveFeed
 from serve_app.jobs.api.records import BatchProgress, JobsCounts, RequestCounts
 from serve_app.openai.reply.format import JsonObject
-from testkit.http.api import MODEL, Api, MakeApi, refusal, serving
+from testkit.http.api import MODEL, Api, MakeApi, documented_answers, operations_of, refusal, serving
+from testkit.http.documented_answers import Given
 from testkit.http.scripted_dispatcher import write_keys
 from testkit.limits import LIMIT_S, until
 
@@ -27,7 +28,7 @@ FILES = ("/dashboard", "/dashboard/dashboard.js", "/dashboard/dashboard.css")
 
 
 async def snapshot(app: Any, **headers: str) -> dict[str, Any]:
-    """Return the first snapshot that a real server sends."""
+    """Return the first snapshot that a real server sends, which is as the OpenAPI document has it."""
     async with (
         serving(app) as url,
         httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http,
@@ -36,6 +37,8 @@ async def snapshot(app: Any, **headers: str) -> dict[str, Any]:
         assert response.status_code == 200
         async for line in response.aiter_lines():
             if line.startswith("data: "):
+                event = Given("GET", "/dashboard/events", 200, "text/event-stream", f"{line}\n\n".encode(), is_cut=True)
+                assert not documented_answers(operations_of(app)).problems(event)
                 found: dict[str, Any] = json.loads(line.removeprefix("data: "))
                 return found
     raise AssertionError("no snapshot came")
