@@ -78,7 +78,7 @@ CONFINED = {
     "llguidance": ("replicas.text.grammar",),
     "opentelemetry": ("serve_app.tracing",),
     "triton": ("replicas.model.attention", "replicas.model.layers", "replicas.model.sampling"),
-    "fastapi": ("serve_app.deployments.ingress", "serve_app.ingress"),
+    "fastapi": ("serve_app.deployments.ingress", "serve_app.http_app"),
     "starlette": ("serve_app",),
     "pydantic": ("serve_app",),
 }
@@ -304,7 +304,7 @@ def test_pure_modules_import_without_ray_or_torch() -> None:
 def test_processes_without_a_model_import_no_torch() -> None:
     """It takes seconds to import, and hundreds of megabytes."""
     commands = [module for module in FILES if is_in(module, ("serve_app.cli",))]
-    modules = ["serve_app.app", *commands, "serve_app.ingress", "serve_app.jobs.runtime"]
+    modules = ["serve_app.app", *commands, "serve_app.http_app", "serve_app.jobs.runtime"]
     demo = str(ROOT / "replicas" / "demo")
     load = f"from replicas.text.tokenizer_files import load_tokenizer; load_tokenizer({demo!r})"
     import_without((), modules, f"{load}; assert 'torch' not in sys.modules")

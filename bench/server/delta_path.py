@@ -50,7 +50,7 @@ from replicas.protocol import (
     Usage,
 )
 from serve_app.config import HeadwayConfig
-from serve_app.ingress import Backends, IngressSettings, create_api
+from serve_app.http_app import Backends, IngressSettings, create_api
 from serve_app.monitoring.http import HttpMetrics
 from testkit.http.local_service import LocalRouting
 from testkit.serving.served import Served

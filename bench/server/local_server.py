@@ -31,7 +31,7 @@ from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
 from replicas.protocol import Band
 from serve_app.config import DEMO_MODEL_NAME, HeadwayConfig
-from serve_app.ingress import IngressSettings
+from serve_app.http_app import IngressSettings
 from serve_app.keys.key_file import digest_of
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.process import return_freed_memory, share_gil

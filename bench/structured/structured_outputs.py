@@ -26,7 +26,7 @@ from bench.record import write
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions
-from serve_app.ingress import IngressSettings
+from serve_app.http_app import IngressSettings
 from testkit.http.local_service import local_service
 from testkit.json_schemas import BY_HAND, Schema, fault_of, random_schema, without
 

@@ -116,7 +116,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Create the HTTP application; Serve calls it after the constructor."""
         with without_collection():
-            from serve_app.ingress import Backends, create_api  # imports transformers, which takes a second
+            from serve_app.http_app import Backends, create_api  # imports transformers, which takes a second
 
             api = create_api(
                 self._settings.http,

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from replicas.protocol import ModelCard
 from router.dispatch import Dispatcher
-from serve_app.ingress import Backends, IngressSettings, create_api
+from serve_app.http_app import Backends, IngressSettings, create_api
 from serve_app.openai.service import Meter
 from serve_app.reference.document import api_document
 from serve_app.reference.operations import Operation

@@ -25,7 +25,7 @@ from router.flow.flow_control import FlowController, FlowLimits
 from router.flow.flow_queue import BandLimits
 from router.types import LatencyTargets, ReplicaClient
 from router.watch import WatchSettings
-from serve_app.ingress import Backends, IngressSettings, create_api
+from serve_app.http_app import Backends, IngressSettings, create_api
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsCounts, JobsService, JobsSettings
 from serve_app.jobs.execution.line_runner import LineRunner

@@ -14,7 +14,7 @@ from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
-from serve_app.ingress import IngressSettings
+from serve_app.http_app import IngressSettings
 from testkit.http.local_service import local_service
 from testkit.model.tiny_checkpoints import write_checkpoint
 

@@ -16,7 +16,7 @@ from anyio.from_thread import start_blocking_portal
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
-from serve_app.ingress import IngressSettings
+from serve_app.http_app import IngressSettings
 from testkit.http.local_service import local_service
 from testkit.http.scripted_dispatcher import write_keys
 from testkit.limits import LIMIT_S

@@ -13,7 +13,7 @@ import pytest_asyncio
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions
-from serve_app.ingress import IngressSettings
+from serve_app.http_app import IngressSettings
 from testkit.http.local_service import local_service
 from testkit.limits import LIMIT_S
 

@@ -7,7 +7,7 @@ import pytest
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
-from serve_app.ingress import IngressSettings
+from serve_app.http_app import IngressSettings
 from serve_app.openai.request.validation import RequestLimits
 from testkit.http.fuzzer import Fuzzer
 from testkit.http.local_service import local_service

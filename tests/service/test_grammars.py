@@ -17,7 +17,7 @@ from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions
 from replicas.text.tokenizer_files import load_tokenizer
-from serve_app.ingress import IngressSettings
+from serve_app.http_app import IngressSettings
 from testkit.http.local_service import local_service
 from testkit.json_schemas import fault_of
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions
-from serve_app.ingress import IngressSettings
+from serve_app.http_app import IngressSettings
 from testkit.http.local_service import local_service
 from testkit.model.scripted_checkpoint import Script, write_scripted_checkpoint
 

@@ -12,7 +12,7 @@ from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
 from replicas.protocol import Band
-from serve_app.ingress import IngressSettings
+from serve_app.http_app import IngressSettings
 from serve_app.tracing.settings import TracingSettings
 from testkit.http.local_service import local_service
 from testkit.limits import LIMIT_S, until

@@ -19,7 +19,7 @@ from replicas.errors import ServingError
 from replicas.timing.clock import Clock
 from serve_app.endpoints.generation.completions import CompletionEndpoints
 from serve_app.endpoints.generation.models import ModelEndpoints
-from serve_app.endpoints.generation.requests import RequestEndpoints
+from serve_app.endpoints.generation.request_status import RequestEndpoints
 from serve_app.endpoints.jobs.batches import BatchEndpoints
 from serve_app.endpoints.jobs.files import FileEndpoints
 from serve_app.endpoints.jobs.job_requests import JobRequests
