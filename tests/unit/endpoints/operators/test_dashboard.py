@@ -1,7 +1,6 @@
 """The dashboard: its page loads nothing from elsewhere, and its events show the server to operators."""
 
 import asyncio
-import json
 import re
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +15,7 @@ from replicas.protocol import Band, Metric, MetricKind
 from router.flow.flow_queue import TenantQueue
 from router.timeline import Part
 from router.types import ReplicaView
+from serve_app.cli.clients.events import aread_events
 from serve_app.http.live_feed import LiveFeed
 from serve_app.jobs.api.records import BatchProgress, JobsCounts, RequestCounts
 from serve_app.openai.reply.format import JsonObject
@@ -34,11 +34,7 @@ async def snapshot(app: Any, **headers: str) -> dict[str, Any]:
         http.stream("GET", "/dashboard/events", headers=headers) as response,
     ):
         assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if line.startswith("data: "):
-                found: dict[str, Any] = json.loads(line.removeprefix("data: "))
-                return found
-    raise AssertionError("no snapshot came")
+        return await anext(aread_events(response))
 
 
 @pytest.mark.parametrize("path", FILES)
