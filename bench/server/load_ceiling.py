@@ -62,7 +62,7 @@ def main() -> None:
 
 
 async def _measure(url: str) -> list[Ceiling]:
-    libraries: dict[str, Read] = {"aiohttp": _read_with_aiohttp, "httpx": _read_with_httpx}
+    libraries: dict[str, Read] = {"aiohttp": _read_with_aiohttp, "httpx, httpx-sse": _read_with_httpx}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in libraries}
     for _ in range(ROUNDS):
         for name, read in libraries.items():
