@@ -6,11 +6,10 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from pydantic import Field
 
-from bench.load.schedule import cumulative_zipf
+from bench.routing.streams import cumulative_zipf
 from replicas.protocol import Band, GenerateRequest, SamplingParams
 from serve_app.benchmark.trace import TracedRequest, band_of
 from testkit.router.simulated_engines import VOCABULARY
@@ -94,12 +93,6 @@ def _made_up_request(rng: random.Random, load: Load, at_s: float, tenant: int) -
         prefix_tokens=_PREFIX_TOKENS if load.num_prefixes else 0,
         ingress=2 * tenant / NUM_TENANTS if 2 * tenant < NUM_TENANTS else rng.random(),
     )
-
-
-def write_trace(path: Path, requests: Iterable[SimulatedRequest]) -> None:
-    """Write a trace file."""
-    with path.open("w") as file:
-        file.writelines(request.model_dump_json(exclude_defaults=True) + "\n" for request in requests)
 
 
 def arrivals_of(requests: Iterable[SimulatedRequest], seed: int = 1) -> list[Arrival]:
