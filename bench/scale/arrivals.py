@@ -102,7 +102,8 @@ def arrivals_of(requests: Iterable[SimulatedRequest], seed: int = 1) -> list[Arr
 
 
 def _arrival(traced: SimulatedRequest, number: int, rng: random.Random) -> Arrival:
-    num_tokens = traced.prompt_tokens or max(1, len(traced.prompt or "") // _CHARS_PER_TOKEN)
+    chars_per_token = 1 if isinstance(traced.prompt, list) else _CHARS_PER_TOKEN
+    num_tokens = traced.prompt_tokens or max(1, len(traced.prompt or "") // chars_per_token)
     request = GenerateRequest(
         f"request-{number}",
         _prefix(traced.prefix, traced.prefix_tokens) + _tokens(rng, num_tokens),

@@ -187,11 +187,14 @@ def limited(
 async def _send_on_time(offer: Offer, requests: Sequence[ScheduledRequest]) -> None:
     offer.run.num_expected = len(requests)
     offer.run.rows.extend(request.row for request in requests)
-    gc.freeze()  # a collection that goes through the requests would delay sends
     started_s = offer.clock()  # making the requests has taken time
     for row in offer.run.rows:
         row.scheduled_s += started_s
-    await send_on_time(offer.client, offer.clock, requests)
+    gc.freeze()  # a collection that goes through the requests would delay sends
+    try:
+        await send_on_time(offer.client, offer.clock, requests)
+    finally:
+        gc.unfreeze()
 
 
 def _noted(requests: Iterable[ScheduledRequest], rows: list[Row]) -> Iterator[ScheduledRequest]:
