@@ -33,7 +33,8 @@ headway bench --trace requests.jsonl --rows rows.jsonl
 - `--concurrency` keeps so many requests open. `--rate` sends at random times (Poisson), or with `--arrivals constant`
   at equal distances, also when earlier requests are still open. Of several numbers each is a level with its own line.
 - A trace has one request a line: `{"time": 0.5, "prompt_tokens": 200, "max_tokens": 64, "band": "interactive"}`, or
-  `prompt` with a text. `time` is in seconds after the start.
+  `prompt` with a text or with token ids. `time` is in seconds after the start. `extra_body` has further fields of the
+  request's body. With `--retries` refused requests are sent again when OpenAI's clients would send them.
 - Prompts are random words. Two first requests tell how many tokens a word has for this server, so lengths are met
   within a few percent; the table's tokens are those of the server's `usage`. The words are new in each run, so that no
   prefix cache has them; `--shared-prefix-tokens` makes all prompts begin alike. Sizes, bands and times follow from

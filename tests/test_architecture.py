@@ -44,8 +44,6 @@ MAY_SEE = {
         "replicas.settings",
     ),
 }
-# Scripts that nothing imports.
-APART = ("replicas.demo",)
 MAX_ROOT_FILES = 8
 MAX_PARAMETERS = 5
 WIDE_CONSTRUCTORS = {"CompletionService", "LogitsProcessors", "Sampler", "AsyncEngine"}
@@ -67,10 +65,9 @@ CONFINED = {
         "serve_app.jobs.service",
     ),
     "alembic": ("serve_app.jobs.storage",),
-    "torch": ("replicas.model", "replicas.demo", "serve_app.deployments.autoscaling"),
+    "torch": ("replicas.model", "serve_app.deployments.autoscaling"),
     "transformers": (
         "replicas.model",
-        "replicas.demo",
         "replicas.text.tokenizer_files",
         "replicas.text.grammar",
         "serve_app.openai.tokenize",
@@ -129,7 +126,7 @@ def read_imports(module: str) -> Iterator[str]:
 
 
 IMPORTS = {module: tuple(read_imports(module)) for module in FILES}
-IN_PRODUCT = [module for module in FILES if is_in(module, PRODUCT) and not is_in(module, APART)]
+IN_PRODUCT = [module for module in FILES if is_in(module, PRODUCT)]
 
 
 def own_imports(module: str) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from bench.jobs.submitter import PERIOD_S, RETRY_LIMIT_S, with_retries
+from serve_app.cli.clients.events import read_events
 
 NUM_STREAMS, STREAM_TOKENS = 4, 200
 BATCH_PROMPTS = 60
@@ -147,25 +148,20 @@ class Load:
 
     def _read(self, body: dict[str, Any]) -> tuple[str | None, str]:
         """Read one stream; return its failure, if any, and its text."""
-        text, is_done = "", False
+        text = ""
         try:
             with httpx.stream(
                 "POST", f"{self._url}/v1/completions", json=body, timeout=_LIMIT_S, trust_env=False
             ) as answer:
                 if answer.status_code != 200:
                     return _failure(answer.status_code, answer.read()), ""
-                for line in answer.iter_lines():
-                    data = line.removeprefix("data: ")
-                    is_done = is_done or data == "[DONE]"
-                    if data == line or data == "[DONE]":
-                        continue
-                    event = json.loads(data)
+                for event in read_events(answer):
                     if "error" in event:
                         return f"ended by {event['error']['code']}", ""
                     text += "".join(choice["text"] for choice in event["choices"])
         except httpx.TransportError as error:
             return ("cut" if text else "no answer") + f" ({type(error).__name__})", ""
-        return (None, text) if is_done else ("cut", "")
+        return None, text
 
     def _probes(self) -> None:
         while not self._is_over.is_set():

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bench.load.schedule import make_schedule
-from bench.load.spec import Burst, LoadSpec, Stream
+from bench.routing.streams import Burst, LoadSpec, Stream, make_schedule
+from serve_app.benchmark.trace import TracedRequest
 from testkit.serving.served import wait_for
 
 ENDPOINT = "/v1/completions"
-_NOT_IN_LINES = ("stream", "priority", "user", "return_token_ids")
 _POLL_PERIOD_S = 0.2
 _FINAL = ("completed", "failed", "expired", "cancelled")
 
@@ -105,13 +105,19 @@ def write_lines(path: Path, stream: Stream, num_lines: int, seed: int, model: st
     with path.open("w") as file:
         for start in range(0, num_lines, 1000):
             count = min(1000, num_lines - start)
-            part = {"name": f"{stream.name}-{start}", "bursts": (Burst(count=count),), "phases": ()}
-            schedule = make_schedule(LoadSpec(model=model, streams=(stream.model_copy(update=part),), seed=seed))
-            file.writelines(_lines(start, (request.body for request in schedule)))
+            part = replace(stream, name=f"{stream.name}-{start}", user=None, bursts=(Burst(count),), phases=())
+            schedule = make_schedule(LoadSpec((part,), seed))
+            file.writelines(_lines(start, model, (each.request for each in schedule)))
 
 
-def _lines(start: int, bodies: Iterable[bytes]) -> Iterable[str]:
-    for number, text in enumerate(bodies, start):
-        body = {name: value for name, value in json.loads(text).items() if name not in _NOT_IN_LINES}
+def _lines(start: int, model: str, requests: Iterable[TracedRequest]) -> Iterable[str]:
+    for number, request in enumerate(requests, start):
+        body: dict[str, object] = {
+            "model": model,
+            "prompt": request.prompt,
+            "max_tokens": request.max_tokens,
+            "temperature": 0.0,
+        }
+        body |= request.extra_body
         line = {"custom_id": f"line-{number}", "method": "POST", "url": ENDPOINT, "body": body}
         yield json.dumps(line, separators=(",", ":")) + "\n"

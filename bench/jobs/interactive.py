@@ -8,15 +8,16 @@ on a batch of many lines. The batch must last to the end. Kinds of replica and b
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.jobs.client import BatchClient, is_final, num_done
-from bench.load.spec import Lengths, LoadSpec, Phase, Stream
 from bench.routing.applications import INTERACTIVE, KINDS
 from bench.routing.offer import Offered, compare_latencies, offer
 from bench.routing.report import Bar, Options, latency_bars, read_options, report
+from bench.routing.streams import LoadSpec, Phase, Stream
 from serve_app.benchmark.rows import Outcome
+from serve_app.benchmark.workload import Lengths
 from testkit.serving.served import Served
 
 NUM_SLOTS = 32
@@ -60,7 +61,7 @@ def main() -> int:
             alone = offer(served.url, spec)
             print(f"{scale.name}: beside a batch")
             # Other prompts of the same lengths: the prefix cache holds the ones before.
-            beside, batch = _beside_a_batch(served, spec.model_copy(update={"shift": 1}), scale, options)
+            beside, batch = _beside_a_batch(served, replace(spec, prompts_seed=1), scale, options)
         seen = figures_of(alone, beside, batch)
         bars += judge(scale, seen)
         figures[scale.name] = {"scale": asdict(scale), **seen}
@@ -70,7 +71,7 @@ def main() -> int:
 
 def _interactive(scale: Scale, options: Options) -> LoadSpec:
     phase = Phase(end_s=scale.interactive_s, rate_per_s=scale.interactive_per_s)
-    stream = INTERACTIVE.model_copy(update={"phases": (phase,)})
+    stream = replace(INTERACTIVE, phases=(phase,))
     return LoadSpec(model=KINDS[scale.name].model, streams=(stream,), seed=options.seed, timeout_s=3600.0)
 
 
@@ -80,8 +81,8 @@ def _beside_a_batch(
     """Offer the load beside a batch that already has every slot; return it and the batch at its start and end."""
     lines = Stream(
         name="lines",
-        prompt=Lengths.around(64, 0.4, 16, 256),
-        output=Lengths.around(scale.line_output, 0.4, 8, 1024),
+        prompt=Lengths(16, 256, 64, 0.4),
+        output=Lengths(8, 1024, scale.line_output, 0.4),
     )
     client = BatchClient(served.url)
     batch_id = client.submit(lines, scale.num_lines, options.seed, KINDS[scale.name].model)

@@ -28,8 +28,9 @@ from typing import Any
 
 from bench.jobs.client import BatchClient, is_final, num_done, write_lines
 from bench.jobs.submitter import PERIOD_S, RETRY_LIMIT_S, Receiver, ended_job, receiving, submitting, with_retries
-from bench.load.spec import Burst, Lengths, Stream
 from bench.routing.report import Bar, option_parser, options_of, report
+from bench.routing.streams import Burst, Stream
+from serve_app.benchmark.workload import Lengths
 from serve_app.config import DEMO_MODEL_NAME
 from testkit.free_port import free_port
 from testkit.jobs.postgresql import NOT_INSTALLED, find_binaries, postgresql
@@ -253,8 +254,8 @@ def _stream(scale: Scale) -> Stream:
     return Stream(
         name="lines",
         bursts=(Burst(count=1),),
-        prompt=Lengths.around(48, 0.4, 8, 128),
-        output=Lengths.around(scale.output_tokens, 0.4, 16, 256),
+        prompt=Lengths(8, 128, 48, 0.4),
+        output=Lengths(16, 256, scale.output_tokens, 0.4),
     )
 
 

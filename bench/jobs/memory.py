@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from bench.jobs.client import BatchClient, is_final, write_lines
-from bench.load.spec import Lengths, Stream
 from bench.peers.machine import peak_memory_bytes
 from bench.routing.applications import timed
 from bench.routing.report import Bar, Options, read_options, report
+from bench.routing.streams import Stream
+from serve_app.benchmark.workload import Lengths
 from testkit.serving.served import Served
 
 MAX_RATIO = 1.1
 _PROCESSES = ("Jobs", "Ingress")
 _LIMIT_S = 3600.0
-_STREAM = Stream(name="lines", prompt=Lengths.around(48, 0.4, 16, 256), output=Lengths.around(8, 0.4, 2, 32))
+_STREAM = Stream(name="lines", prompt=Lengths(16, 256, 48, 0.4), output=Lengths(2, 32, 8, 0.4))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.jobs.client import BatchClient, is_final, write_lines
-from bench.load.spec import Lengths, Prefixes, Stream
 from bench.record import ratio
 from bench.routing.applications import timed
 from bench.routing.report import Bar, Options, read_options, report
+from bench.routing.streams import Prefixes, Stream
+from serve_app.benchmark.workload import Lengths
 
 MIN_GAIN = 1.1
 NUM_SLOTS = 32
@@ -45,15 +46,15 @@ class Workload:
 
 FULL = {
     "lengths": Workload(
-        Stream(name="lines", prompt=Lengths.around(64, 0.5, 16, 512), output=Lengths.around(96, 1.0, 8, 1024)),
+        Stream(name="lines", prompt=Lengths(16, 512, 64, 0.5), output=Lengths(8, 1024, 96, 1.0)),
         num_lines=400,
         num_blocks=8192,
     ),
     "prefixes": Workload(
         Stream(
             name="lines",
-            prompt=Lengths.around(32, 0.4, 8, 128),
-            output=Lengths.around(64, 0.3, 16, 256),
+            prompt=Lengths(8, 128, 32, 0.4),
+            output=Lengths(16, 256, 64, 0.3),
             prefixes=Prefixes(num_groups=200, num_tokens=768, zipf_exponent=0.0),
         ),
         num_lines=800,
@@ -76,7 +77,7 @@ def main() -> int:
         bars.append(Bar(f"{name}: lines that failed", sum(run["num_failed"] for run in runs.values()), 0))
         figures[name] = {
             "num_lines": num_lines,
-            "workload": asdict(workload) | {"stream": workload.stream.model_dump(mode="json")},
+            "workload": asdict(workload),
             "gain": gain,
             **runs,
         }

@@ -28,12 +28,13 @@ from typing import Any
 
 import aiohttp
 
-from bench.load.spec import Burst, Lengths, LoadSpec, Stream
 from bench.peers.machine import ProcessorMeter
 from bench.record import percentiles, ratio
 from bench.routing.applications import COARSE_STREAMS, KINDS
 from bench.routing.offer import Offered, RunningLoad, Seen, watching
 from bench.routing.report import Bar, Options, option_parser, options_of, report
+from bench.routing.streams import Burst, LoadSpec, Stream
+from serve_app.benchmark.workload import Lengths
 from testkit.serving.served import Served
 
 MAX_EXTRA_S = {"p50": 0.008, "p99": 0.040}
@@ -182,11 +183,11 @@ def undisturbed_of(calls: Sequence[Call], steal: Sequence[Seen]) -> list[Call]:
 def _backlog(scale: Scale, options: Options) -> LoadSpec:
     stream = Stream(
         name="backlog",
-        priority=2,
+        band="batch",
         user="night",
         bursts=(Burst(count=scale.num_backlog, spread_s=scale.num_backlog / 100),),
-        prompt=Lengths.around(64, 0.4, 16, 256),
-        output=Lengths.around(160, 0.4, 32, 1024),
+        prompt=Lengths(16, 256, 64, 0.4),
+        output=Lengths(32, 1024, 160, 0.4),
     )
     # The backlog only has to be there: exact send times do not matter.
     return LoadSpec(streams=(stream,), seed=options.seed, timeout_s=3600.0, late_after_s=1.0)

@@ -17,18 +17,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.jobs.client import BatchClient, is_final, num_done
-from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Stream
 from bench.routing.applications import COARSE_STREAMS, timed
 from bench.routing.offer import Offered, RunningLoad
 from bench.routing.report import Bar, Options, read_options, report
+from bench.routing.streams import Burst, LoadSpec, Phase, Stream
 from serve_app.benchmark.rows import Outcome
+from serve_app.benchmark.workload import Lengths
 from testkit.serving.served import Served
 
 MIN_SHARE = 0.99
 LOAD = 0.9
 INTERACTIVE = 0.25
 NUM_SLOTS = 32
-_PROMPT, _OUTPUT = Lengths.around(64, 0.4, 16, 256), Lengths.around(96, 0.4, 16, 512)
+_PROMPT, _OUTPUT = Lengths(16, 256, 64, 0.4), Lengths(16, 512, 96, 0.4)
 _LINES = Stream(name="lines", prompt=_PROMPT, output=_OUTPUT)
 _LIMIT_S = 1800.0
 _LEAD_S = 10.0
@@ -63,7 +64,7 @@ class Seen:
     batch: dict[str, Any]
     """Final state of the batch with a window."""
     load: Offered
-    """Interactive requests and the backlog; requests open at the end of the load are cut off."""
+    """Interactive requests and the backlog; requests open at the end of the batch are cut off."""
     lasted: bool
     """True if the load still ran at the end of the batch."""
 
@@ -91,6 +92,7 @@ def _measure(served: Served, scale: Scale, options: Options) -> Seen:
     batch_id = client.submit(_LINES, num_lines, options.seed + 1, window=f"{scale.window_s}s")
     batch = client.wait(batch_id, is_final, _LIMIT_S)
     lasted = load.is_running
+    load.stop()
     return Seen(lines_per_s, num_lines, batch, load.wait(), lasted)
 
 
@@ -110,7 +112,7 @@ def _load(lines_per_s: float, scale: Scale, options: Options) -> LoadSpec:
     end_s = scale.window_s * 1.2
     interactive = Stream(
         name="interactive",
-        priority=0,
+        band="interactive",
         user="people",
         phases=(Phase(end_s=end_s, rate_per_s=INTERACTIVE * lines_per_s),),
         prompt=_PROMPT,
@@ -118,14 +120,14 @@ def _load(lines_per_s: float, scale: Scale, options: Options) -> LoadSpec:
     )
     backlog = Stream(
         name="backlog",
-        priority=2,
+        band="batch",
         user="night",
         bursts=(Burst(count=round(end_s * lines_per_s), spread_s=end_s / 4),),
         prompt=_PROMPT,
         output=_OUTPUT,
     )
     streams, seed = (interactive, backlog), options.seed + 2
-    return LoadSpec(streams=streams, seed=seed, timeout_s=3600.0, end_s=end_s, late_after_s=_LATE_AFTER_S)
+    return LoadSpec(streams=streams, seed=seed, timeout_s=3600.0, late_after_s=_LATE_AFTER_S)
 
 
 def figures_of(seen: Seen) -> dict[str, Any]:

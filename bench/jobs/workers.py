@@ -26,9 +26,10 @@ from typing import Any
 import psutil
 
 from bench.jobs.client import BatchClient, is_final, write_lines
-from bench.load.spec import Lengths, Stream
 from bench.routing.applications import timed
 from bench.routing.report import Bar, Options, option_parser, options_of, report
+from bench.routing.streams import Stream
+from serve_app.benchmark.workload import Lengths
 from testkit.jobs.postgresql import NOT_INSTALLED, find_binaries, postgresql
 from testkit.serving.served import Served, wait_for
 
@@ -38,7 +39,7 @@ MAX_RATIO_AGAINST = 0.5
 _MIN_CORES = 8
 _LIMIT_S = 1800.0
 _NUM_WARM_UP_LINES = 800
-_STREAM = Stream(name="lines", prompt=Lengths.around(48, 0.4, 16, 256), output=Lengths.around(8, 0.4, 2, 32))
+_STREAM = Stream(name="lines", prompt=Lengths(16, 256, 48, 0.4), output=Lengths(2, 32, 8, 0.4))
 _WORKER = re.compile(r"ray::ServeReplica:\w+:Jobs")
 """Processes of the workers; the application has another name in an old checkout."""
 _SETTINGS: dict[str, object] = {

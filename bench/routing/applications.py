@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.engine.models import model_directory
-from bench.load.spec import Lengths, Stream
 from bench.routing.report import Options
+from bench.routing.streams import Stream
 from bench.serving import REAL, TIMED, serving
+from serve_app.benchmark.workload import Lengths
 from testkit.serving.served import Served
 
 _MODELS = Path("~/.cache/headway-bench/models")
@@ -23,10 +24,10 @@ _TIMED_SETTINGS: dict[str, object] = {"cpus_per_replica": 0.01, "detokenize": "f
 
 INTERACTIVE = Stream(
     name="interactive",
-    priority=0,
+    band="interactive",
     user="people",
-    prompt=Lengths.around(96, 0.5, 16, 384),
-    output=Lengths.around(40, 0.5, 8, 160),
+    prompt=Lengths(16, 384, 96, 0.5),
+    output=Lengths(8, 160, 40, 0.5),
 )
 """Requests of people, beside which other work runs; each experiment gives them phases."""
 COARSE_STREAMS: dict[str, object] = {"coalesce_interval_s": 0.5, "max_stream_chunks_per_s": 25}

@@ -17,15 +17,16 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Stream
 from bench.record import ratio
 from bench.routing.applications import INTERACTIVE, KINDS
 from bench.routing.offer import Offered, compare_latencies, offer, tokens_computed
 from bench.routing.report import Bar, Options, latency_bars, read_options, report
+from bench.routing.streams import Burst, LoadSpec, Phase, Stream
 from serve_app.benchmark.rows import Outcome, Row
+from serve_app.benchmark.workload import Lengths
 from testkit.serving.served import Served
 
 NUM_SLOTS = 32
@@ -84,21 +85,20 @@ def _measure(served: Served, scale: Scale, options: Options) -> tuple[Offered, O
     """Run interactive work alone, both together, batch work alone."""
     end_s = scale.lead_s + scale.interactive_s
     phase = Phase(start_s=scale.lead_s, end_s=end_s, rate_per_s=scale.interactive_per_s)
-    interactive = INTERACTIVE.model_copy(update={"phases": (phase,)})
+    interactive = replace(INTERACTIVE, phases=(phase,))
     batch = Stream(
         name="batch",
-        priority=2,
+        band="batch",
         user="night",
         bursts=(Burst(count=scale.num_batch, spread_s=scale.num_batch / 100),),
-        prompt=Lengths.around(64, 0.4, 16, 256),
-        output=Lengths.around(scale.batch_output, 0.4, 8, 1024),
+        prompt=Lengths(16, 256, 64, 0.4),
+        output=Lengths(8, 1024, scale.batch_output, 0.4),
     )
-    model, shifts = KINDS[scale.name].model, itertools.count()
+    model, prompts_seeds = KINDS[scale.name].model, itertools.count()
 
     def run(*streams: Stream) -> Offered:
         print(f"{scale.name}: {' and '.join(stream.name for stream in streams)}")
-        spec = LoadSpec(model=model, streams=streams, seed=options.seed, shift=next(shifts), timeout_s=3600.0)
-        return offer(served.url, spec)
+        return offer(served.url, LoadSpec(streams, options.seed, next(prompts_seeds), model, timeout_s=3600.0))
 
     return run(interactive), run(interactive, batch), run(batch)
 

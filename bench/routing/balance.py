@@ -25,13 +25,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bench.load.spec import Burst, Component, Lengths, LoadSpec, Phase, Prefixes, Stream
 from bench.record import percentile, ratio
 from bench.routing.applications import timed
 from bench.routing.offer import Offered, Seen, offer, watching
 from bench.routing.oracle import Arrival, run_oracle
 from bench.routing.report import Bar, Options, read_options, report
+from bench.routing.streams import Burst, LoadSpec, Phase, Prefixes, Stream
 from serve_app.benchmark.rows import Row
+from serve_app.benchmark.workload import Lengths
 from testkit.engine.timed_runner import STEP_TIMES
 from testkit.serving.served import Served
 
@@ -111,8 +112,8 @@ def _all_at_once(served: Served, scale: Scale, options: Options) -> tuple[Offere
     stream = Stream(
         name="at-once",
         bursts=(Burst(count=scale.num_at_once, spread_s=scale.num_at_once / 1000),),
-        prompt=Lengths.around(128, 0.8, 16, 1024),
-        output=Lengths.around(96, 0.6, 32, 512),
+        prompt=Lengths(16, 1024, 128, 0.8),
+        output=Lengths(32, 512, 96, 0.6),
     )
     with watching(served.replicas, 0.1) as watch:
         offered = offer(served.url, LoadSpec(streams=(stream,), seed=options.seed))
@@ -144,10 +145,10 @@ def _prefix_trace(served: Served, scale: Scale, options: Options) -> tuple[Offer
     """Offer long shared prefixes, more than one replica's cache holds."""
     stream = Stream(
         name="prefixes",
-        priority=0,
+        band="interactive",
         phases=(Phase(end_s=scale.trace_s, rate_per_s=scale.prefix_per_s),),
-        prompt=Lengths.around(48, 0.5, 8, 192),
-        output=Lengths.around(32, 0.5, 8, 128),
+        prompt=Lengths(8, 192, 48, 0.5),
+        output=Lengths(8, 128, 32, 0.5),
         prefixes=Prefixes(num_groups=48, num_tokens=512, zipf_exponent=1.0),
     )
     before = _cache_counts(served)
@@ -169,16 +170,18 @@ def _cache_counts(served: Served) -> tuple[float, float]:
 
 def _skewed_spec(scale: Scale, seed: int) -> LoadSpec:
     """Return a load of short answers, one in ten 20 times longer; `max_tokens` is the same and hides the length."""
-    stream = Stream(
-        name="skewed",
-        phases=(Phase(end_s=scale.trace_s, rate_per_s=scale.skewed_per_s),),
-        prompt=Lengths.around(96, 0.8, 16, 1024),
-        output=Lengths(
-            parts=(Component(median=24, sigma=0.5, weight=9), Component(median=480, sigma=0.2)), low=4, high=900
-        ),
-        max_tokens=1000,
+    outputs = {"short": (0.9, Lengths(4, 900, 24, 0.5)), "long": (0.1, Lengths(4, 900, 480, 0.2))}
+    streams = (
+        Stream(
+            name=name,
+            phases=(Phase(scale.trace_s, share * scale.skewed_per_s),),
+            prompt=Lengths(16, 1024, 96, 0.8),
+            output=output,
+            max_tokens=1000,
+        )
+        for name, (share, output) in outputs.items()
     )
-    return LoadSpec(streams=(stream,), seed=seed)
+    return LoadSpec(streams=tuple(streams), seed=seed)
 
 
 def compare_skewed(skewed: dict[str, list[Offered]], idle_ttft_s: float, options: Options) -> dict[str, Any]:
@@ -223,8 +226,8 @@ def _idle_ttft_s(served: Served, options: Options) -> list[float]:
     stream = Stream(
         name="idle",
         bursts=(Burst(count=10, spread_s=5.0),),
-        prompt=Lengths.around(_IDLE_ARRIVAL.num_prompt_tokens),
-        output=Lengths.around(_IDLE_ARRIVAL.num_output_tokens),
+        prompt=Lengths(_IDLE_ARRIVAL.num_prompt_tokens, _IDLE_ARRIVAL.num_prompt_tokens),
+        output=Lengths(_IDLE_ARRIVAL.num_output_tokens, _IDLE_ARRIVAL.num_output_tokens),
     )
     return _ttft_s(offer(served.url, LoadSpec(streams=(stream,), seed=options.seed)).rows)
 

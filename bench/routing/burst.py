@@ -14,10 +14,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from bench.load.spec import Lengths, LoadSpec, Phase, Stream, consecutive
 from bench.routing.applications import COARSE_STREAMS, timed
 from bench.routing.offer import Offered, RunningLoad, Seen, Watch, watching
 from bench.routing.report import Bar, Options, read_options, report
+from bench.routing.streams import LoadSpec, Phase, Stream, consecutive
+from serve_app.benchmark.workload import Lengths
 from testkit.serving.served import Served
 
 MIN_REPLICAS, MAX_REPLICAS = 1, 6
@@ -143,8 +144,8 @@ def _observe(served: Served, phases: tuple[Phase, ...], options: Options) -> tup
     stream = Stream(
         name="steady",
         phases=phases,
-        prompt=Lengths.around(96, 0.5, 16, 384),
-        output=Lengths.around(64, 0.5, 8, 256),
+        prompt=Lengths(16, 384, 96, 0.5),
+        output=Lengths(8, 256, 64, 0.5),
     )
     with watching(lambda: _look(served), _LOOK_PERIOD_S) as watch:
         return RunningLoad(served.url, LoadSpec(streams=(stream,), seed=options.seed)).wait(), watch

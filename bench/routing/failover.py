@@ -23,12 +23,13 @@ from typing import Any
 
 import httpx
 
-from bench.load.spec import Burst, Lengths, LoadSpec, Stream
 from bench.record import percentile
 from bench.routing.applications import demo
 from bench.routing.offer import Offered, RunningLoad, offer
 from bench.routing.report import Bar, read_options, report
+from bench.routing.streams import Burst, LoadSpec, Stream
 from serve_app.benchmark.rows import Outcome, Row
+from serve_app.benchmark.workload import Lengths
 from testkit.serving.served import Served, wait_for
 
 _NUM_REPLICAS = 3
@@ -174,8 +175,8 @@ def _spec(scale: Scale, seed: int) -> LoadSpec:
     stream = Stream(
         name="greedy",
         bursts=(Burst(count=scale.num_streams, spread_s=scale.arrive_s),),
-        prompt=Lengths.around(64, 0.4, 16, 256),
-        output=Lengths.around(scale.output_tokens, 0.3, 64, 1024),
+        prompt=Lengths(16, 256, 64, 0.4),
+        output=Lengths(64, 1024, scale.output_tokens, 0.3),
     )
     return LoadSpec(streams=(stream,), seed=seed)
 

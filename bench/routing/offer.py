@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bench.load.spec import LoadSpec
-from bench.load.summary import VOID_EXIT_CODE
 from bench.record import percentile, ratio
+from bench.routing.streams import LoadSpec, make_schedule, write_trace
 from serve_app.benchmark.rows import Outcome, Row, read_rows
 from testkit.serving.served import ROOT
+
+# A program that runs in the background may have inherited a SIGINT that is ignored.
+_COMMAND = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from serve_app.cli.main import app; app()"
+)
+_NICEST = -10
+_MAX_LATE_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,7 @@ class Offered:
     """Result of a load."""
 
     summary: dict[str, Any]
-    """Figures of the generator; `is_void`: too many of its sends were late."""
+    """Spec, and figures of `headway bench`; `is_void`: too many of its sends were late."""
     rows: list[Row]
     started_unix_s: float
 
@@ -48,17 +56,23 @@ class RunningLoad:
     def __init__(self, url: str, spec: LoadSpec) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hw-load-")
         folder = Path(self._folder.name)
-        self._output, self._rows = folder / "result.json", folder / "rows.jsonl"
-        spec_file = folder / "spec.json"
-        spec_file.write_text(spec.model_dump_json())
-        command = [sys.executable, "-m", "bench.load", "--url", url, "--spec", str(spec_file)]
-        command += ["--output", str(self._output), "--rows", str(self._rows)]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self._figures, self._rows, trace = folder / "figures.json", folder / "rows.jsonl", folder / "trace.jsonl"
+        self._spec, self._schedule = spec, make_schedule(spec)
+        write_trace(trace, (each.request for each in self._schedule))
+        command = [sys.executable, "-c", _COMMAND, "bench", "--url", url, "--model", spec.model]
+        command += ["--endpoint", "completions", "--trace", str(trace), "--timeout", str(spec.timeout_s)]
+        command += ["--json", str(self._figures), "--rows", str(self._rows), *["--retries"][: spec.has_retries]]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._scheduling = _put_first(self._process.pid)
 
     @property
     def is_running(self) -> bool:
         """True until the generator has ended."""
         return self._process.poll() is None
+
+    def stop(self) -> None:
+        """Cut off the requests that are open, and send no more."""
+        self._process.send_signal(signal.SIGINT)
 
     def wait(self) -> Offered:
         """Wait for the end of the load and return its result.
@@ -70,13 +84,36 @@ class RunningLoad:
             said, _ = self._process.communicate()
         finally:
             self._process.kill()
-        if self._process.returncode not in (0, VOID_EXIT_CODE):
-            raise RuntimeError(f"the load generator ended with {self._process.returncode}")
         print(said, flush=True)
-        summary = json.loads(self._output.read_text())
-        offered = Offered(summary, read_rows(self._rows), summary["started_unix_s"])
+        if not self._figures.exists():
+            raise RuntimeError(f"`headway bench` ended with {self._process.returncode}")
+        [level] = json.loads(self._figures.read_text())["levels"]
+        rows = read_rows(self._rows)
         self._folder.cleanup()
-        return offered
+        for row in rows:
+            scheduled = self._schedule[row.index]
+            row.stream, row.num_output_tokens = scheduled.stream, scheduled.num_output_tokens
+        about = {"is_void": is_void(rows, self._spec.late_after_s), "spec": asdict(self._spec)}
+        return Offered({**about, "scheduling": self._scheduling, **level}, rows, level["started_unix_s"])
+
+
+def _put_first(pid: int) -> str:
+    """Ask the kernel to prefer the generator: a server on the same cores must not delay the sends.
+
+    Returns the scheduling that was granted.
+    """
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(1))
+        return "real-time"
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, pid, _NICEST)
+        return f"nice {_NICEST}"
+    return "normal"
+
+
+def is_void(rows: Sequence[Row], late_after_s: float) -> bool:
+    """Return True if more than 1 % of the requests left later than that after their times."""
+    return sum(row.lateness_s > late_after_s for row in rows) > _MAX_LATE_SHARE * len(rows)
 
 
 def offer(url: str, spec: LoadSpec) -> Offered:

@@ -18,22 +18,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Stream, Targets, consecutive
-from bench.load.summary import BAND_NAMES
 from bench.record import percentile, ratio
 from bench.routing.applications import timed
 from bench.routing.offer import Offered, offer
 from bench.routing.report import Bar, read_options, report
-from serve_app.benchmark.rows import Outcome, Row
+from bench.routing.streams import Burst, LoadSpec, Phase, Stream, consecutive
+from replicas.protocol import Band
+from serve_app.benchmark.rows import Outcome, Row, Targets
+from serve_app.benchmark.workload import Lengths
 from serve_app.settings.by_band import BandQueues, BandWaits, QueueLimit
 
 _INTERACTIVE_TTFT_S, _STANDARD_TTFT_S = 1.0, 5.0
 TARGETS = {
-    0: Targets(ttft_s=_INTERACTIVE_TTFT_S, tpot_s=0.15),
-    1: Targets(ttft_s=_STANDARD_TTFT_S, tpot_s=0.25),
+    0: Targets(1e3 * _INTERACTIVE_TTFT_S, 150.0),
+    1: Targets(1e3 * _STANDARD_TTFT_S, 250.0),
     2: Targets(),
 }
 _SHARES = {0: 0.3, 1: 0.4, 2: 0.3}
@@ -82,13 +83,13 @@ def main() -> int:
     factors = _PEAK_FACTORS[:1] if options.is_quick else _PEAK_FACTORS
     with timed(options, **settings) as served:
         burst = Burst(count=scale.flood_requests, spread_s=scale.flood_requests / 300)
-        flood = offer(served.url, _spec(_mix(bursts=(burst,)), options.seed))
+        flood = offer(served.url, LoadSpec(_mix(bursts=(burst,)), options.seed))
         capacity_per_s = sustained_rate(flood.rows)
         print(f"capacity {capacity_per_s:.2f} requests/s")
         trials = []
         for number, factor in enumerate(factors, start=1):
             phase = Phase(end_s=scale.peak_s, rate_per_s=factor * capacity_per_s)
-            trials.append(offer(served.url, _spec(_mix((phase,)), options.seed + number)))
+            trials.append(offer(served.url, LoadSpec(_mix((phase,)), options.seed + number)))
         goodputs = [goodput(trial.rows, 0.0, scale.peak_s) for trial in trials]
         peak_factor = factors[goodputs.index(max(goodputs))]
         peak_per_s = peak_factor * capacity_per_s
@@ -97,7 +98,7 @@ def main() -> int:
         phases = consecutive(
             (scale.before_s, normal_per_s), (scale.overload_s, overload_per_s), (scale.after_s, normal_per_s)
         )
-        run = offer(served.url, _spec(_mix(phases), options.seed + len(factors) + 1, has_retries=True))
+        run = offer(served.url, LoadSpec(_mix(phases), options.seed + len(factors) + 1, has_retries=True))
     figures, bars = judge(scale, run, max(goodputs))
     figures |= {
         "scale": asdict(scale),
@@ -112,7 +113,7 @@ def judge(scale: Scale, run: Offered, peak: float) -> tuple[dict[str, Any], list
     """Return the figures and the bars."""
     start_s, end_s = scale.before_s, scale.before_s + scale.overload_s
     during = goodput(run.rows, start_s, end_s)
-    starvation = {BAND_NAMES[band]: starvation_s([r for r in run.rows if r.priority == band]) for band in _SHARES}
+    starvation = {_name(band): starvation_s([r for r in run.rows if r.priority == band]) for band in _SHARES}
     recovery = recovery_s(run.rows, start_s, end_s, scale)
     server_errors = sum(row.outcome not in (Outcome.OK, Outcome.REFUSED) for row in run.rows)
     bars = [
@@ -126,7 +127,7 @@ def judge(scale: Scale, run: Offered, peak: float) -> tuple[dict[str, Any], list
         "overload_goodput_tokens_per_s": during,
         "overload_tokens_per_s": goodput(run.rows, start_s, end_s, lambda row: True),
         "overload_goodput_from_first_attempt": goodput(run.rows, start_s, end_s, _was_good_at_once),
-        "overload_bands": {BAND_NAMES[band]: _seen_of(run, band, start_s, end_s) for band in _SHARES},
+        "overload_bands": {_name(band): _seen_of(run, band, start_s, end_s) for band in _SHARES},
         "starvation_s": starvation,
         "recovery_s": recovery,
         "good_shares": good_shares(run.rows, 0.0, end_s + scale.after_s, scale),
@@ -158,8 +159,7 @@ def goodput(
 
 def is_good(row: Row) -> bool:
     """Return True if a request was served whole and within its band's targets, from the attempt that was served."""
-    wait_s = row.chunk_s[0] - row.last_sent_s if row.chunk_s and row.last_sent_s is not None else None
-    return row.outcome is Outcome.OK and TARGETS[row.priority].are_met(wait_s, row.tpot_s)
+    return row.last_sent_s is not None and _was_good_at_once(replace(row, scheduled_s=row.last_sent_s))
 
 
 def starvation_s(rows: Sequence[Row]) -> float:
@@ -217,7 +217,7 @@ def _good_share(rows: Sequence[Row], start_s: float, end_s: float) -> float | No
 
 def _was_good_at_once(row: Row) -> bool:
     """Return True if a request is good from its scheduled time; after a refusal it mostly is too late."""
-    return row.outcome is Outcome.OK and TARGETS[row.priority].are_met(row.ttft_s, row.tpot_s)
+    return TARGETS[row.priority].are_met(row)
 
 
 def _seen_of(run: Offered, band: int, start_s: float, end_s: float) -> dict[str, Any]:
@@ -239,20 +239,20 @@ def _mix(phases: tuple[Phase, ...] = (), bursts: tuple[Burst, ...] = ()) -> tupl
     """Return one stream per band, each with its share of the phases' rates and of the bursts."""
     return tuple(
         Stream(
-            name=BAND_NAMES[band],
-            priority=band,
+            name=_name(band),
+            band=_name(band),
             user=f"tenant-{band}",
-            phases=tuple(p.model_copy(update={"rate_per_s": p.rate_per_s * share}) for p in phases),
-            bursts=tuple(b.model_copy(update={"count": round(b.count * share)}) for b in bursts),
-            prompt=Lengths.around(96, _SIGMA, 16, 384),
-            output=Lengths.around(48, _SIGMA, 8, 192),
+            phases=tuple(replace(p, rate_per_s=p.rate_per_s * share) for p in phases),
+            bursts=tuple(replace(b, count=round(b.count * share)) for b in bursts),
+            prompt=Lengths(16, 384, 96, _SIGMA),
+            output=Lengths(8, 192, 48, _SIGMA),
         )
         for band, share in _SHARES.items()
     )
 
 
-def _spec(streams: tuple[Stream, ...], seed: int, has_retries: bool = False) -> LoadSpec:
-    return LoadSpec(streams=streams, seed=seed, targets=TARGETS, has_retries=has_retries)
+def _name(band: int) -> str:
+    return Band(band).name.lower()
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.load.summary import VOID_EXIT_CODE
 from bench.record import write
 from bench.routing.offer import Offered
+
+VOID_EXIT_CODE = 3
+"""Exit code of an experiment whose figures do not count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,10 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from pydantic import Field
 
-from bench.load.schedule import cumulative_zipf
+from bench.routing.streams import cumulative_zipf
 from replicas.protocol import Band, GenerateRequest, SamplingParams
 from serve_app.benchmark.trace import TracedRequest, band_of
 from testkit.router.simulated_engines import VOCABULARY
@@ -96,12 +95,6 @@ def _made_up_request(rng: random.Random, load: Load, at_s: float, tenant: int) -
     )
 
 
-def write_trace(path: Path, requests: Iterable[SimulatedRequest]) -> None:
-    """Write a trace file."""
-    with path.open("w") as file:
-        file.writelines(request.model_dump_json(exclude_defaults=True) + "\n" for request in requests)
-
-
 def arrivals_of(requests: Iterable[SimulatedRequest], seed: int = 1) -> list[Arrival]:
     """Return the arrivals of a trace, each with tokens of its own behind those of its prefix."""
     rng = random.Random(seed)
@@ -109,7 +102,8 @@ def arrivals_of(requests: Iterable[SimulatedRequest], seed: int = 1) -> list[Arr
 
 
 def _arrival(traced: SimulatedRequest, number: int, rng: random.Random) -> Arrival:
-    num_tokens = traced.prompt_tokens or max(1, len(traced.prompt or "") // _CHARS_PER_TOKEN)
+    chars_per_token = 1 if isinstance(traced.prompt, list) else _CHARS_PER_TOKEN
+    num_tokens = traced.prompt_tokens or max(1, len(traced.prompt or "") // chars_per_token)
     request = GenerateRequest(
         f"request-{number}",
         _prefix(traced.prefix, traced.prefix_tokens) + _tokens(rng, num_tokens),

@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.record import percentile, write
+from bench.routing.streams import write_trace
 from bench.scale.arrivals import (
     LOADS,
     OUTPUT_TOKENS,
@@ -42,7 +43,6 @@ from bench.scale.arrivals import (
     SimulatedRequest,
     arrivals_of,
     made_up,
-    write_trace,
 )
 from bench.scale.cluster import Cluster, Fault, Tally
 from replicas.engine.config import EngineConfig

@@ -1,8 +1,8 @@
 """Most chunks a second that the load generator reads: `python -m bench.server.load_ceiling`.
 
 A trivial server in its own process sends chunks to 32 streams as fast as it can, with one write for each chunk.
-They are read by the client of `headway bench` (aiohttp) and, for comparison, by httpx. The two processes share the
-machine; chunks per second of processor time are those of the reading process alone.
+They are read by the client of `headway bench` (aiohttp) and, for comparison, by httpx with httpx-sse. The two
+processes share the machine; chunks per second of processor time are those of the reading process alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from statistics import median
 
 import aiohttp
 import httpx
+from httpx_sse import EventSource
 
 from bench.record import write
 from serve_app.benchmark.client import READ_BUFFER_BYTES, Client
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 async def _measure(url: str) -> list[Ceiling]:
-    libraries: dict[str, Read] = {"aiohttp": _read_with_aiohttp, "httpx": _read_with_httpx}
+    libraries: dict[str, Read] = {"aiohttp": _read_with_aiohttp, "httpx, httpx-sse": _read_with_httpx}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in libraries}
     for _ in range(ROUNDS):
         for name, read in libraries.items():
@@ -90,9 +91,8 @@ async def _read_with_httpx(url: str) -> int:
         async def read() -> int:
             num_chunks = 0
             async with client.stream("POST", url, content=b"{}") as response:
-                async for line in response.aiter_lines():
-                    if line.startswith("data: "):
-                        num_chunks += len(json.loads(line[6:])["choices"][0]["token_ids"])
+                async for event in EventSource(response).aiter_sse():
+                    num_chunks += len(event.json()["choices"][0]["token_ids"])
             return num_chunks
 
         return sum(await asyncio.gather(*(read() for _ in range(NUM_STREAMS))))

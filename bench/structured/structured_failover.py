@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import httpx
 
 from bench.jobs.client import BatchClient, is_final, num_done
 from bench.routing.report import Bar, Options, read_options, report
+from serve_app.cli.clients.events import StreamCut, aread_events
 from serve_app.config import DEMO_MODEL_NAME
 from testkit.free_port import free_port
 from testkit.json_schemas import fault_of
@@ -111,9 +113,9 @@ async def read(http: httpx.AsyncClient, answer: Answer) -> None:
         if response.status_code != 200:
             answer.error = f"{response.status_code} {(await response.aread())[:300]!r}"
             return
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                answer.take(json.loads(line.removeprefix("data: ")))
+        with suppress(StreamCut):  # The finish reason tells.
+            async for chunk in aread_events(response):
+                answer.take(chunk)
 
 
 async def all_streams(served: Served, *, kills: bool, num_streams: int = _NUM_STREAMS) -> tuple[list[Answer], int]:

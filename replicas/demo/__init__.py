@@ -1,4 +1,7 @@
-"""The bundled demo model: weights, tokenizer, model card and the scripts that made them."""
+"""The bundled demo model: weights, tokenizer and model card; `testkit/demo_model` has the scripts that made them.
+
+May import nothing.
+"""
 
 from pathlib import Path
 

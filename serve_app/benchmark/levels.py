@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -129,8 +130,8 @@ class Rate:
         """Send requests at times that follow from the seed."""
         extent = offer.extent
         num_requests = extent.num_requests_or(DEFAULT_NUM_REQUESTS)
-        times = random.Random(f"{offer.seed}/times")
-        timed = at_rate(offer.factory.requests(self.name), self.per_s, self.arrivals, times)
+        times = times_at(self.per_s, self.arrivals, random.Random(f"{offer.seed}/times"))
+        timed = at_times(offer.factory.requests(self.name), times)
         await _send_on_time(offer, limited(timed, num_requests, extent.duration_s))
 
 
@@ -156,15 +157,19 @@ class Replay:
         await _send_on_time(offer, limited(traced, offer.extent.num_requests, offer.extent.duration_s))
 
 
-def at_rate(
-    requests: Iterable[ScheduledRequest], rate_per_s: float, arrivals: Arrivals, rng: random.Random
-) -> Iterator[ScheduledRequest]:
-    """Give requests their times: the first leaves at once."""
+def times_at(rate_per_s: float, arrivals: Arrivals, rng: random.Random) -> Iterator[float]:
+    """Yield the times of requests at a rate, without end: the first leaves at once."""
     at_s = 0.0
-    for request in requests:
+    while True:
+        yield at_s
+        at_s += 1 / rate_per_s if arrivals is Arrivals.CONSTANT else rng.expovariate(rate_per_s)
+
+
+def at_times(requests: Iterable[ScheduledRequest], times: Iterable[float]) -> Iterator[ScheduledRequest]:
+    """Give requests their times."""
+    for at_s, request in zip(times, requests, strict=False):
         request.row.scheduled_s = at_s
         yield request
-        at_s += 1 / rate_per_s if arrivals is Arrivals.CONSTANT else rng.expovariate(rate_per_s)
 
 
 def limited(
@@ -185,7 +190,11 @@ async def _send_on_time(offer: Offer, requests: Sequence[ScheduledRequest]) -> N
     started_s = offer.clock()  # making the requests has taken time
     for row in offer.run.rows:
         row.scheduled_s += started_s
-    await send_on_time(offer.client, offer.clock, requests)
+    gc.freeze()  # a collection that goes through the requests would delay sends
+    try:
+        await send_on_time(offer.client, offer.clock, requests)
+    finally:
+        gc.unfreeze()
 
 
 def _noted(requests: Iterable[ScheduledRequest], rows: list[Row]) -> Iterator[ScheduledRequest]:

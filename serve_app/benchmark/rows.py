@@ -51,9 +51,6 @@ class Row:
     """Band: 0 interactive, 1 standard, 2 batch."""
     stream: str | None = None
     """Kind of request, in a load of several kinds."""
-    user: str | None = None
-    group: int | None = None
-    """Number of the prefix that it shares with others."""
     sent_s: float | None = None
     """Time at which the first attempt left."""
     last_sent_s: float | None = None

@@ -12,6 +12,7 @@ import aiohttp
 from serve_app.benchmark.client import READ_BUFFER_BYTES, Client
 from serve_app.benchmark.levels import Extent, Level, LevelRun, Offer, limited
 from serve_app.benchmark.prompts import TokenScale
+from serve_app.benchmark.retries import RetryingClient
 from serve_app.benchmark.rows import Outcome, Row
 from serve_app.benchmark.sender import send_together
 from serve_app.benchmark.workload import RequestFactory, Workload
@@ -41,6 +42,8 @@ class Server:
     api_key: str | None = None
     timeout_s: float = 600.0
     """Longest duration of one request."""
+    has_retries: bool = False
+    """True: a request that is refused is sent again, as OpenAI's clients do; False: never."""
 
     def session(self) -> aiohttp.ClientSession:
         """Return a session with as many connections as requests."""
@@ -72,8 +75,9 @@ class Benchmark:
             cpu_s, clock = time.process_time(), _clock()
             run.started_unix_s = time.time()
             client = Client(session, self._url, clock)
+            sending = RetryingClient(client, random.Random()) if self._server.has_retries else client
             try:
-                await level.send(Offer(client, clock, self._factory, extent, self.workload.seed, run))
+                await level.send(Offer(sending, clock, self._factory, extent, self.workload.seed, run))
             finally:
                 run.cpu_share = (time.process_time() - cpu_s) / max(1e-9, clock())
 

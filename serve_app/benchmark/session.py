@@ -124,6 +124,7 @@ class Session:
                 "endpoint": workload.endpoint.value,
                 "bands": {band.name.lower(): share for band, share in workload.bands.items()},
             },
+            "has_retries": plan.server.has_retries,
             "extent": asdict(plan.extent),
             "targets": asdict(plan.targets),
             "levels": [
@@ -163,7 +164,10 @@ def _bar(console: Console) -> Progress:
 
 @asynccontextmanager
 async def _shown(bar: Progress, run: LevelRun) -> AsyncIterator[None]:
-    """Show a level's progress while it runs."""
+    """Show a level's progress on a terminal while it runs."""
+    if not bar.console.is_terminal:
+        yield
+        return
     task_id = bar.add_task(run.name, total=None, remark="")
     task = asyncio.create_task(_show(bar, task_id, run))
     try:

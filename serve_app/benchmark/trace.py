@@ -17,10 +17,13 @@ class TracedRequest(BaseModel):
 
     time: Annotated[float, Field(ge=0)]
     """Seconds after the start."""
-    prompt: str | None = None
+    prompt: str | list[int] | None = None
+    """Text, or token ids where the endpoint takes them."""
     prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)]
     band: str | None = None
+    extra_body: dict[str, object] = {}
+    """Further fields of the body."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> TracedRequest:

@@ -116,23 +116,28 @@ class RequestFactory:
         """Yield the requests of a trace."""
         for index, traced in enumerate(trace):
             band = None if traced.band is None else band_of(traced.band)
-            row = Row(index, traced.prompt_tokens or 0, traced.max_tokens, traced.time, stream=stream)
-            yield self.request(row, band, traced.prompt)
+            num_tokens = len(traced.prompt) if isinstance(traced.prompt, list) else traced.prompt_tokens or 0
+            row = Row(index, num_tokens, traced.max_tokens, traced.time, stream=stream)
+            yield self.request(row, band, traced)
 
-    def request(self, row: Row, band: Band | None, prompt: str | None = None) -> ScheduledRequest:
-        """Return one request for a row; `prompt` takes the place of words."""
-        if prompt is None:
-            num_words = self._workload.scale.num_words(row.num_prompt_tokens)
-            own = words(max(1, num_words - len(self._prefix)), self._rng)
-            prompt = " ".join([*self._prefix, *own])
+    def request(self, row: Row, band: Band | None, traced: TracedRequest | None = None) -> ScheduledRequest:
+        """Return one request for a row; that of a trace may have its own prompt and further fields."""
+        prompt = self._words(row) if traced is None or traced.prompt is None else traced.prompt
         body = body_of(self._workload, prompt, row.num_output_tokens)
+        if traced is not None:
+            body |= traced.extra_body
         if band is not None:
             row.priority = int(band)
             body["priority"] = int(band)
         return ScheduledRequest(row, json.dumps(body, separators=(",", ":")).encode())
 
+    def _words(self, row: Row) -> str:
+        num_words = self._workload.scale.num_words(row.num_prompt_tokens)
+        own = words(max(1, num_words - len(self._prefix)), self._rng)
+        return " ".join([*self._prefix, *own])
 
-def body_of(workload: Workload, prompt: str, max_tokens: int) -> dict[str, Any]:
+
+def body_of(workload: Workload, prompt: str | list[int], max_tokens: int) -> dict[str, Any]:
     """Return the body of a streamed request that asks for the usage."""
     is_chat = workload.endpoint is Endpoint.CHAT
     return {

@@ -15,6 +15,7 @@ import httpx2
 import openai
 import pytest
 import uvicorn
+from httpx_sse import EventSource
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -212,7 +213,8 @@ async def serving(app: Any) -> AsyncIterator[str]:
 
 def events(text: str) -> list[str]:
     """Return the data of a stream's events."""
-    return [part.removeprefix("data: ") for part in text.split("\n\n") if part.startswith("data: ")]
+    stream = httpx.Response(200, headers={"content-type": "text/event-stream"}, text=text)
+    return [event.data for event in EventSource(stream).iter_sse()]
 
 
 def refusal(response: httpx.Response) -> tuple[int, str | None, str | None]:

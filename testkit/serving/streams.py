@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from httpx_sse import SSEError
 
+from serve_app.cli.clients.events import aread_events
 from testkit.limits import LIMIT_S
 
 
@@ -50,15 +51,8 @@ class Stream:
         assert self.reading is not None
         self.reading.cancel()
 
-    def take(self, line: str) -> None:
-        """Record one line of the event stream."""
-        data = line.removeprefix("data: ")
-        if data == line:
-            return  # a comment, or the empty line after an event
-        if data == "[DONE]":
-            self.is_done = True
-            return
-        event: dict[str, Any] = json.loads(data)
+    def take(self, event: dict[str, Any]) -> None:
+        """Record one event of the stream."""
         if "error" in event:
             self.error = str(event["error"])
         for choice in event.get("choices", ()):
@@ -98,12 +92,15 @@ class Clients:
             async with self._http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
                 stream.status = response.status_code
                 stream.replica_id = response.headers.get("x-model-replica")
-                async for line in response.aiter_lines():
-                    stream.take(line)
+                async for event in aread_events(response):
+                    stream.take(event)
                     if stream.texts and stream not in self.begun:
                         self.begun.append(stream)
+                stream.is_done = True
+        except SSEError:  # A refusal, which `status` has.
+            return
         except httpx.TransportError as error:
-            stream.error = repr(error)
+            stream.error = stream.error or repr(error)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions
 from replicas.text.tokenizer_files import load_tokenizer
+from serve_app.cli.clients.events import read_events
 from serve_app.http_app import IngressSettings
 from testkit.http.local_service import local_service
 from testkit.json_schemas import fault_of
@@ -204,10 +205,9 @@ async def test_choices_and_streams_are_each_valid(http: httpx.AsyncClient) -> No
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     streamed = await http.post("/v1/completions", json=body(n=4, stream=True))
     texts = [""] * 4
-    for line in streamed.text.splitlines():
-        if line.startswith("data: {"):
-            for choice in json.loads(line[6:])["choices"]:
-                texts[choice["index"]] += choice["text"]
+    for event in read_events(streamed):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
     assert texts == [choice["text"] for choice in choices]
 
 

@@ -11,6 +11,7 @@ import httpx
 import jsonschema
 import pytest
 
+from serve_app.cli.clients.events import read_events
 from testkit.model.tiny_checkpoints import write_checkpoint
 from tests.service.conftest import MODEL, Service, serving
 
@@ -83,8 +84,7 @@ async def test_streams_and_text_completions_are_bound_alike(service: Service) ->
     chosen = await post(service, "completions", structured_outputs={"choice": ["yes", "no"]})
     assert chosen.json()["choices"][0]["text"] in ("yes", "no")
     stream = await post(service, stream=True, seed=1, response_format=schema_format(PERSON))
-    events = [json.loads(line[6:]) for line in stream.text.split("\n") if line.startswith("data: {")]
-    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in read_events(stream))
     same = await post(service, seed=1, response_format=schema_format(PERSON))
     assert text == same.json()["choices"][0]["message"]["content"]
 
@@ -102,7 +102,7 @@ async def test_required_calls_are_valid_calls(service: Service, choice: Any, str
     )  # fmt: skip
     assert response.status_code == 200, response.text
     if stream:
-        parts = [json.loads(line[6:])["choices"] for line in response.text.split("\n") if line.startswith("data: {")]
+        parts = [event["choices"] for event in read_events(response)]
         deltas = [call for (one,) in parts for call in one["delta"].get("tool_calls", [])]
         name, arguments = deltas[0]["function"]["name"], "".join(call["function"]["arguments"] for call in deltas)
         assert deltas[0]["id"].startswith("call_") and parts[-1][0]["finish_reason"] == "tool_calls"

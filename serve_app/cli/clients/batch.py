@@ -15,13 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from serve_app.cli.clients.client import (
     DEFAULT_URL,
-    JsonObject,
     KeyOption,
     ServerClient,
     ServerError,
     UrlOption,
     connected,
 )
+from serve_app.cli.clients.events import JsonObject
 from serve_app.cli.clients.terminal import date_text, print_table, stderr
 
 FINAL = ("completed", "failed", "expired", "cancelled")

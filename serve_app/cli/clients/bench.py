@@ -46,7 +46,8 @@ TraceOption = Annotated[
         metavar="FILE",
         exists=True,
         dir_okay=False,
-        help="JSON lines with `time` (seconds), `prompt` or `prompt_tokens`, `max_tokens`, and perhaps `band`.",
+        help="JSON lines with `time` (seconds), `prompt` (text or token ids) or `prompt_tokens`, `max_tokens`, "
+        "and perhaps `band` and `extra_body`.",
         rich_help_panel=_LOAD,
     ),
 ]
@@ -67,6 +68,10 @@ WarmupOption = Annotated[
 ]
 TimeoutOption = Annotated[
     float, typer.Option(min=0.1, help="Longest duration of a request, seconds.", rich_help_panel=_LOAD)
+]
+RetriesOption = Annotated[
+    bool,
+    typer.Option("--retries", help="Send refused requests again, as OpenAI's clients do.", rich_help_panel=_LOAD),
 ]
 EndpointOption = Annotated[Endpoint, typer.Option(help="Kind of the requests.", rich_help_panel=_REQUESTS)]
 PromptTokensOption = Annotated[
@@ -149,6 +154,7 @@ def bench(
     duration: DurationOption = None,
     warmup: WarmupOption = 0,
     timeout: TimeoutOption = 600.0,
+    retries: RetriesOption = False,
     endpoint: EndpointOption = Endpoint.CHAT,
     prompt_tokens: PromptTokensOption = "256",
     max_tokens: MaxTokensOption = "128",
@@ -187,7 +193,7 @@ def bench(
         name = model or client.only_model()
     workload = Workload(name, endpoint, prompts, answers, shared_prefix_tokens, bands, fields, seed)
     plan = Plan(
-        Server(url, api_key, timeout),
+        Server(url, api_key, timeout, retries),
         workload,
         levels,
         Extent(num_requests, duration, warmup),

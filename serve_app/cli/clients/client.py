@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import httpx
 import typer
+from httpx_sse import SSEError
 
+from serve_app.cli.clients.events import JsonObject, StreamCut, read_events
 from serve_app.cli.clients.terminal import fail, message_of
-
-JsonObject = dict[str, Any]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _API = "/v1"
@@ -106,7 +106,7 @@ class ServerClient:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise ServerError(f"{self.url} does not answer like an OpenAI-compatible server", may_pass=False)
+            raise self._strange()
         return value
 
     def events(self, path: str, body: Mapping[str, object]) -> Generator[JsonObject]:
@@ -115,19 +115,8 @@ class ServerClient:
         Raises:
             ServerError: also if an event is an error, or the stream ends before `[DONE]`.
         """
-        try:
-            with self._http.stream("POST", path, json={**body, "stream": True}, timeout=ANSWER_TIMEOUT) as response:
-                if response.is_error:
-                    response.read()
-                    raise _refusal(response)
-                for line in _lines(response):
-                    if line == b"data: [DONE]":
-                        return
-                    if line.startswith(b"data: "):
-                        yield _chunk(line.removeprefix(b"data: ").decode(errors="replace"))
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-        raise ServerError("the server has broken off its answer", may_pass=True)
+        broken_off = "the server has broken off its answer"
+        yield from self._chunks(broken_off, "POST", path, json={**body, "stream": True}, timeout=ANSWER_TIMEOUT)
 
     def snapshots(self, path: str) -> Generator[JsonObject]:
         """Yield the events of a stream that ends when the server stops. Closing the generator ends the request.
@@ -135,17 +124,7 @@ class ServerClient:
         Raises:
             ServerError: the server refuses, or breaks off.
         """
-        try:
-            with self._http.stream("GET", path) as response:
-                if response.is_error:
-                    response.read()
-                    raise _refusal(response)
-                for line in _lines(response):
-                    if line.startswith(b"data: "):
-                        yield _chunk(line.removeprefix(b"data: ").decode(errors="replace"))
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-        raise ServerError("the server has stopped", may_pass=True)
+        yield from self._chunks("the server has stopped", "GET", path)
 
     def download(self, path: str, target: Path) -> None:
         """Write the content that answers a GET to the file `target`, atomically."""
@@ -177,6 +156,31 @@ class ServerClient:
         named = ", ".join(names[:_MAX_NAMED_MODELS]) + (", ..." if len(names) > _MAX_NAMED_MODELS else "")
         raise ServerError(f"{self.url} has {len(names)} models; choose one with --model: {named}", may_pass=False)
 
+    def _chunks(self, at_end: str, method: str, path: str, **options: Any) -> Generator[JsonObject]:
+        """Yield the events of a stream; `at_end` is the message if it ends before `[DONE]`."""
+        try:
+            with self._http.stream(method, path, **options) as response:
+                if response.is_error:
+                    response.read()
+                    raise _refusal(response)
+                for chunk in read_events(response):
+                    if error := chunk.get("error"):
+                        message = error.get("message") if isinstance(error, dict) else error
+                        raise ServerError(str(message), may_pass=True)
+                    yield chunk
+        except StreamCut as error:
+            raise ServerError(at_end, may_pass=True) from error
+        except SSEError as error:
+            raise self._strange() from error
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        except json.JSONDecodeError as error:
+            message = f"the server sends an event that is not an object: {error.doc[:80]}"
+            raise ServerError(message, may_pass=False) from error
+
+    def _strange(self) -> ServerError:
+        return ServerError(f"{self.url} does not answer like an OpenAI-compatible server", may_pass=False)
+
     def _unreachable(self, error: httpx.HTTPError) -> ServerError:
         hint = "; `headway serve` starts a server" if isinstance(error, httpx.ConnectError) else ""
         return ServerError(f"cannot reach {self.url}: {message_of(error)}{hint}", may_pass=True)
@@ -196,33 +200,6 @@ def connected(url: str, api_key: str | None) -> Iterator[ServerClient]:
         fail(message_of(error))
     finally:
         client.close()
-
-
-def _lines(response: httpx.Response) -> Iterator[bytes]:
-    """Yield the lines of a response.
-
-    A line ends with a line feed, and with nothing else: `httpx` splits at U+2028 and others too, which texts contain.
-    """
-    rest = b""
-    for part in response.iter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            yield line.removesuffix(b"\r")
-    if rest:
-        yield rest
-
-
-def _chunk(text: str) -> JsonObject:
-    try:
-        chunk = json.loads(text)
-    except ValueError:
-        chunk = None
-    if not isinstance(chunk, dict):
-        raise ServerError(f"the server sends an event that is not an object: {text[:80]}", may_pass=False)
-    if chunk.get("error"):
-        error = chunk["error"]
-        raise ServerError(str(error.get("message") if isinstance(error, dict) else error), may_pass=True)
-    return chunk
 
 
 def _refusal(response: httpx.Response) -> ServerError:

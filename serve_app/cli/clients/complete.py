@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from serve_app.cli.clients.client import ANSWER_TIMEOUT, DEFAULT_URL, JsonObject, KeyOption, UrlOption, connected
+from serve_app.cli.clients.client import ANSWER_TIMEOUT, DEFAULT_URL, KeyOption, UrlOption, connected
+from serve_app.cli.clients.events import JsonObject
 from serve_app.cli.clients.generation import (
     STOPPED,
     BandOption,

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.cli.clients.client import JsonObject
+from serve_app.cli.clients.events import JsonObject
 
 
 class NotAConversation(Exception):

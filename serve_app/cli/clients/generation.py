@@ -12,7 +12,8 @@ from unicodedata import category
 import typer
 
 from replicas.protocol import Band
-from serve_app.cli.clients.client import JsonObject, ServerClient, ServerError
+from serve_app.cli.clients.client import ServerClient, ServerError
+from serve_app.cli.clients.events import JsonObject
 
 BandName = Literal["interactive", "standard", "batch"]
 

@@ -10,7 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.clients.client import DEFAULT_URL, JsonObject, KeyOption, UrlOption, connected
+from serve_app.cli.clients.client import DEFAULT_URL, KeyOption, UrlOption, connected
+from serve_app.cli.clients.events import JsonObject
 
 _CELLS = {
     "received": ("r", "bright_black"),

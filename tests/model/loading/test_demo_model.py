@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from replicas.demo import DIRECTORY
-from replicas.demo.corpus import SourceFile, is_held_out, read_source, standard_library
-from replicas.demo.evaluation import Evaluator, bits_per_byte, xz_bits_per_byte
+from testkit.demo_model.corpus import SourceFile, is_held_out, read_source, standard_library
+from testkit.demo_model.evaluation import Evaluator, bits_per_byte, xz_bits_per_byte
 
 MAX_FOLDER_BYTES = 12 * 1024 * 1024
 HELD_OUT_SAMPLE = (

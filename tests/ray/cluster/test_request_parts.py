@@ -1,7 +1,6 @@
 """A thousand requests, with preemptions and a killed replica: where the time went adds up, and usage is counted."""
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -13,6 +12,7 @@ import pytest
 
 from replicas.protocol import Band
 from router.timeline import Part
+from serve_app.cli.clients.events import read_events
 from testkit.limits import LIMIT_S
 from testkit.serving.raylets import Raylets
 from testkit.serving.served import wait_for
@@ -55,17 +55,15 @@ class Load:
             asked["stream_options"] = {"include_usage": True}
         answer = await self.http.post("/v1/completions", json=asked)
         assert answer.status_code == 200, answer.text
-        last = answer.json() if not asked["stream"] else last_chunk(answer.text)
+        last = answer.json() if not asked["stream"] else last_chunk(answer)
         assert last["usage"]["completion_tokens"] == asked["max_tokens"]
         self.metrics.append(last["metrics"])
         self.num_output_tokens += last["usage"]["completion_tokens"]
 
 
-def last_chunk(text: str) -> dict[str, Any]:
-    *_, last, done = (line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: "))
-    assert done == "[DONE]"
-    chunk: dict[str, Any] = json.loads(last)
-    return chunk
+def last_chunk(answer: httpx.Response) -> dict[str, Any]:
+    *_, last = read_events(answer)
+    return last
 
 
 def usage(served: Raylets) -> dict[str, float]:

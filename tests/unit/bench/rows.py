@@ -9,7 +9,7 @@ from serve_app.benchmark.rows import Row
 def row(scheduled_s: float = 0.0, chunks: tuple[tuple[float, int], ...] = (), **changes: Any) -> Row:
     """Return a request that left on time, with chunks at these times of so many tokens."""
     fields: dict[str, Any] = {
-        "index": 0, "stream": "s", "priority": 0, "user": None, "group": None, "num_prompt_tokens": 10,
+        "index": 0, "stream": "s", "priority": 0, "num_prompt_tokens": 10,
         "num_output_tokens": sum(count for _, count in chunks), "scheduled_s": scheduled_s, "sent_s": scheduled_s,
         "last_sent_s": scheduled_s, "end_s": chunks[-1][0] if chunks else scheduled_s, "status": 200, "num_attempts": 1,
         "finish_reason": "length" if chunks else None, "chunk_s": [at_s for at_s, _ in chunks],

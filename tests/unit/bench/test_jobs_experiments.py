@@ -1,6 +1,7 @@
 """Input files of the experiments on jobs, and their figures from hand-made observations."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,12 @@ import pytest
 from bench.jobs import interactive, submit, window
 from bench.jobs.client import write_lines
 from bench.jobs.submit import Call
-from bench.load.spec import Lengths, Prefixes, Stream
 from bench.routing.offer import Offered, Seen
+from bench.routing.streams import Prefixes, Stream
+from serve_app.benchmark.workload import Lengths
 from tests.unit.bench.rows import offered, row
 
-STREAM = Stream(name="lines", prompt=Lengths.around(8, 0.5), output=Lengths.around(4, 0.5))
+STREAM = Stream(name="lines", prompt=Lengths(1, 1000, 8, 0.5), output=Lengths(1, 1000, 4, 0.5))
 
 
 def read(path: Path) -> list[dict]:
@@ -36,7 +38,7 @@ def test_the_same_seed_writes_the_same_file(tmp_path: Path) -> None:
 
 
 def test_groups_keep_their_beginning_throughout_a_file(tmp_path: Path) -> None:
-    stream = STREAM.model_copy(update={"prefixes": Prefixes(num_groups=3, num_tokens=20, zipf_exponent=0.0)})
+    stream = replace(STREAM, prefixes=Prefixes(num_groups=3, num_tokens=20, zipf_exponent=0.0))
     write_lines(tmp_path / "lines", stream, 2100, seed=0)
     assert len({tuple(line["body"]["prompt"][:20]) for line in read(tmp_path / "lines")}) == 3
 

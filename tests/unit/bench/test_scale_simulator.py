@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.scale.arrivals import LOADS, SimulatedRequest, arrivals_of, made_up, write_trace
+from bench.routing.streams import write_trace
+from bench.scale.arrivals import LOADS, SimulatedRequest, arrivals_of, made_up
 from bench.scale.cluster import Fault
 from bench.scale.simulator import World, fairness, jain, run
 from replicas.protocol import Band

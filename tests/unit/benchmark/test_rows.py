@@ -1,11 +1,12 @@
 """Times and tokens of a request, and the figures of many."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serve_app.benchmark.figures import figures_of
-from serve_app.benchmark.rows import Row, Targets
+from serve_app.benchmark.rows import Outcome, Row, Targets, read_rows, write_rows
 
 
 def row(*chunks: tuple[float, int], scheduled_s: float = 0.0, **changes: Any) -> Row:
@@ -39,6 +40,25 @@ def test_without_token_ids_the_usage_is_spread_over_the_chunks() -> None:
 def test_a_broken_stream_counts_its_chunks() -> None:
     broken = row((1.0, 1), (1.3, 1), token_ids=[], error_code="client:TimeoutError")
     assert (broken.num_tokens, broken.outcome.value) == (2, "failed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({}, Outcome.OK),
+        ({"finish_reason": "stop"}, Outcome.OK),
+        ({"finish_reason": None}, Outcome.TRUNCATED),
+        ({"finish_reason": None, "error_code": "replica_lost"}, Outcome.STREAM_ERROR),
+        ({"finish_reason": None, "error_code": "client:ClientPayloadError"}, Outcome.FAILED),
+        ({"status": 429, "error_code": "server_overloaded"}, Outcome.REFUSED),
+        ({"status": 504}, Outcome.SERVER_ERROR),
+        ({"status": 400}, Outcome.CLIENT_ERROR),
+        ({"status": None, "error_code": "client:TimeoutError"}, Outcome.FAILED),
+        ({"is_cut_off": True}, Outcome.CUT_OFF),
+    ],
+)
+def test_outcomes(changes: dict[str, Any], outcome: Outcome) -> None:
+    assert row((0.1, 1), **changes).outcome is outcome
 
 
 def test_goodput_counts_whole_responses_within_both_targets() -> None:
@@ -75,3 +95,9 @@ def test_times_count_from_the_schedule_and_lateness_is_reported() -> None:
 def test_nothing_sent_gives_figures_without_times() -> None:
     figures = figures_of([], Targets())
     assert (figures.num_requests, figures.ttft_ms, figures.output_tokens_per_s) == (0, None, 0.0)
+
+
+def test_rows_survive_the_file(tmp_path: Path) -> None:
+    rows = [row((0.1, 1), (0.2, 3))]
+    write_rows(tmp_path / "rows", rows)
+    assert read_rows(tmp_path / "rows") == rows

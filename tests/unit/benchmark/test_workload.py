@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from replicas.protocol import Band
-from serve_app.benchmark.levels import Arrivals, at_rate, limited
+from serve_app.benchmark.levels import Arrivals, at_times, limited, times_at
 from serve_app.benchmark.prompts import TokenScale
 from serve_app.benchmark.sender import ScheduledRequest
 from serve_app.benchmark.trace import read_trace
@@ -74,7 +74,8 @@ def test_a_chat_asks_for_its_usage() -> None:
 @pytest.mark.parametrize(("arrivals", "deviation"), [(Arrivals.CONSTANT, 0.0), (Arrivals.POISSON, 0.1)])
 def test_requests_leave_at_the_rate(arrivals: Arrivals, deviation: float) -> None:
     requests = RequestFactory(workload(prompt_tokens=Lengths(1, 1)), random.Random(0)).requests("load")
-    times = [r.row.scheduled_s for r in limited(at_rate(requests, 10.0, arrivals, random.Random(0)), 2000, None)]
+    timed = at_times(requests, times_at(10.0, arrivals, random.Random(0)))
+    times = [request.row.scheduled_s for request in limited(timed, 2000, None)]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert statistics.mean(gaps) == pytest.approx(0.1, rel=0.05)
     assert statistics.stdev(gaps) == pytest.approx(deviation, rel=0.1, abs=1e-9)
@@ -82,7 +83,7 @@ def test_requests_leave_at_the_rate(arrivals: Arrivals, deviation: float) -> Non
 
 def test_a_duration_ends_what_a_number_does_not() -> None:
     requests = RequestFactory(workload(), random.Random(0)).requests("load")
-    timed = at_rate(requests, 4.0, Arrivals.CONSTANT, random.Random(0))
+    timed = at_times(requests, times_at(4.0, Arrivals.CONSTANT, random.Random(0)))
     assert len(limited(timed, None, 2.0)) == 8
 
 

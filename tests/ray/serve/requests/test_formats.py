@@ -1,7 +1,5 @@
 """Quantized checkpoints through `make serve`: streams that lose their replica give the tokens of undisturbed ones."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from bench.structured.structured_failover import kill_busiest
+from serve_app.cli.clients.events import read_events
 from testkit.limits import LIMIT_S
 from testkit.model.compiled_kernels import need_kernels
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
@@ -43,24 +42,14 @@ def checkpoint(name: str, directory: Path) -> Path:
     return quantize_checkpoint(plain, directory / "quantized", METHODS[name])
 
 
-def lines_of(response: httpx.Response) -> Iterator[bytes]:
-    """Yield the lines of a stream. httpx would also end them at characters such as U+2028, which a text may have."""
-    rest = b""
-    for piece in response.iter_bytes():
-        *lines, rest = (rest + piece).split(b"\n")
-        yield from lines
-
-
 def stream(app: Served, *, kills: bool) -> str:
     """Return the text of a stream, whose replica is killed if `kills`."""
     body = {"model": "tiny", "prompt": "x", "max_tokens": 3000, "ignore_eos": True, "seed": 7, "stream": True}
     text, num_chunks, reason = "", 0, None
     with httpx.stream("POST", f"{app.url}/v1/completions", json=body, timeout=LIMIT_S) as response:
         assert response.status_code == 200
-        for line in lines_of(response):
-            if not line.startswith(b"data: {"):
-                continue
-            [choice] = json.loads(line.removeprefix(b"data: "))["choices"]
+        for event in read_events(response):
+            [choice] = event["choices"]
             text, num_chunks, reason = text + choice["text"], num_chunks + 1, choice["finish_reason"]
             if kills and num_chunks == NUM_CHUNKS_BEFORE:
                 assert reason is None and kill_busiest(app) == response.headers["x-model-replica"]

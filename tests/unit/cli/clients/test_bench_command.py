@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from replicas.errors import Overloaded
 from serve_app.benchmark.rows import read_rows
 from serve_app.cli.main import app
 from serve_app.keys.key_file import digest_of
@@ -79,14 +80,29 @@ async def test_a_failed_request_is_counted_and_does_not_end_the_run(make_api: Ma
     assert sum(level["errors"].values()) == level["outcomes"]["stream_error"]
 
 
+async def test_refused_requests_are_sent_again_if_wanted(make_api: MakeApi, tmp_path: Path) -> None:
+    api = make_api(fail_at=0, error=Overloaded("busy"), fail_only=lambda request: request.params.max_tokens > 4)
+    rows, options = tmp_path / "rows", ("--num-requests", "2", "--prompt-tokens", "60", "--max-tokens", "8")
+    async with serving(api.app) as url:
+        for arguments, attempts in (((), [1, 1]), (("--retries",), [3, 3])):
+            await run(url, *options, *arguments, "--rows", str(rows))
+            found = read_rows(rows)
+            assert [row.num_attempts for row in found] == attempts
+    # The server asks for a second before each.
+    assert all(row.last_sent_s and row.sent_s is not None and row.last_sent_s - row.sent_s >= 2 for row in found)
+
+
 async def test_requests_say_what_the_options_say(make_api: MakeApi, tmp_path: Path) -> None:
     api = make_api()
     trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"time": 0.01, "prompt": "hello", "max_tokens": 3, "band": "batch"}\n')
+    first = {"time": 0.01, "prompt": "hello", "max_tokens": 3, "band": "batch"}
+    second = {"time": 0.02, "prompt": [20, 21], "max_tokens": 4, "extra_body": {"seed": 7}}
+    trace.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
     async with serving(api.app) as url:
         await figures(url, tmp_path / "f.json", "--trace", str(trace), "--endpoint", "completions", "--ignore-eos")
-    sent = api.replica.started[-1]
+    sent, other = api.replica.started[-2:]
     assert (sent.params.max_tokens, sent.band.name, sent.params.ignore_eos) == (3, "BATCH", True)
+    assert (other.prompt_token_ids, other.params.max_tokens, other.params.seed) == ((20, 21), 4, 7)
 
 
 async def test_the_first_error_ends_it_with_its_message(make_api: MakeApi, tmp_path: Path) -> None:

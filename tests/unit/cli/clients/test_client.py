@@ -8,7 +8,8 @@ import typer
 from typer.testing import CliRunner
 
 from replicas.errors import ServingError
-from serve_app.cli.clients.client import DEFAULT_URL, JsonObject, KeyOption, ServerClient, ServerError, UrlOption
+from serve_app.cli.clients.client import DEFAULT_URL, KeyOption, ServerClient, ServerError, UrlOption
+from serve_app.cli.clients.events import JsonObject
 from testkit.http.api import MODEL, REPLY, Api, MakeApi, serving
 from testkit.http.scripted_dispatcher import ScriptedToken
 from testkit.limits import LIMIT_S
@@ -82,17 +83,25 @@ async def test_an_error_within_a_stream_is_raised(make_api: MakeApi) -> None:
     assert error is not None and "the replica burns" in error
 
 
-async def test_a_stream_that_ends_early_is_an_error(api: Api) -> None:
-    async with serving(cut_off) as url:
+@pytest.mark.parametrize(
+    ("content_type", "body", "expected"),
+    [
+        (b"text/event-stream", b'data: {"choices": [{"text": "hel"}]}\n\n', "the server has broken off its answer"),
+        (b"text/event-stream", b": wait\n\ndata: [1]\n\n", "the server sends an event that is not an object: [1]"),
+        (b"text/event-stream", b"data: nonsense\n\n", "the server sends an event that is not an object: nonsense"),
+        (b"text/html", b"<html>", "does not answer like an OpenAI-compatible server"),
+    ],
+)
+async def test_a_stream_without_a_good_end_is_an_error(content_type: bytes, body: bytes, expected: str) -> None:
+    async def app(scope, receive, send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]})
+        await send({"type": "http.response.body", "body": body})
+
+    async with serving(app) as url:
         text, error = await asyncio.to_thread(text_of, url, BODY)
-    assert (text, error) == ("hel", "the server has broken off its answer")
-
-
-async def cut_off(scope, receive, send) -> None:
-    """ASGI application whose stream ends without `[DONE]`."""
-    await receive()
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b'data: {"choices": [{"text": "hel"}]}\n\n'})
+    assert text == ("hel" if b"hel" in body else "")
+    assert error is not None and error.endswith(expected)
 
 
 async def test_a_refused_stream_has_the_servers_message(api: Api) -> None:

@@ -16,6 +16,7 @@ from replicas.protocol import Band, Metric, MetricKind
 from router.flow.flow_queue import TenantQueue
 from router.timeline import Part
 from router.types import ReplicaView
+from serve_app.cli.clients.events import aread_events
 from serve_app.http.live_feed import LiveFeed
 from serve_app.jobs.api.records import BatchProgress, JobsCounts, RequestCounts
 from serve_app.openai.reply.format import JsonObject
@@ -35,13 +36,11 @@ async def snapshot(app: Any, **headers: str) -> dict[str, Any]:
         http.stream("GET", "/dashboard/events", headers=headers) as response,
     ):
         assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if line.startswith("data: "):
-                event = Given("GET", "/dashboard/events", 200, "text/event-stream", f"{line}\n\n".encode(), is_cut=True)
-                assert not documented_answers(operations_of(app)).problems(event)
-                found: dict[str, Any] = json.loads(line.removeprefix("data: "))
-                return found
-    raise AssertionError("no snapshot came")
+        shown: dict[str, Any] = await anext(aread_events(response))
+    data = f"data: {json.dumps(shown)}\n\n".encode()
+    event = Given("GET", "/dashboard/events", 200, "text/event-stream", data, is_cut=True)
+    assert not documented_answers(operations_of(app)).problems(event)
+    return shown
 
 
 @pytest.mark.parametrize("path", FILES)

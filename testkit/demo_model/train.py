@@ -1,7 +1,7 @@
 """Command line that trains the demo model on the running interpreter's standard library, or evaluates a saved one.
 
-    python -m replicas.demo.train train     trains on the CPU and writes weights, tokenizer and configuration
-    python -m replicas.demo.train evaluate  prints held-out bits per byte, beside those of xz
+    python -m testkit.demo_model.train train     trains on the CPU and writes weights, tokenizer and configuration
+    python -m testkit.demo_model.train evaluate  prints held-out bits per byte, beside those of xz
 
 A run is a fixed number of steps of 8192 tokens, in windows of 512 tokens, and of 2048 tokens for the last tenth.
 Before its decay the learning rate is constant after the warm-up, and a step's windows do not depend on the number of
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from replicas.demo import DIRECTORY
-from replicas.demo.chats import chat_documents
-from replicas.demo.corpus import Corpus, documents, load_corpus, standard_library
-from replicas.demo.evaluation import evaluate
-from replicas.demo.tokenization import END_OF_TEXT, MAX_CONTEXT_TOKENS, MESSAGE_END, VOCABULARY, train_tokenizer
+from testkit.demo_model.chats import chat_documents
+from testkit.demo_model.corpus import Corpus, documents, load_corpus, standard_library
+from testkit.demo_model.evaluation import evaluate
+from testkit.demo_model.tokenization import END_OF_TEXT, MAX_CONTEXT_TOKENS, MESSAGE_END, VOCABULARY, train_tokenizer
 
 STEP_TOKENS = 8192
 SHORT_WINDOW_TOKENS = 512
@@ -94,7 +94,7 @@ class Trainer:
     def step(self, windows: Tensor, scale: float) -> float:
         """Make one update with the learning rates times `scale`; return the loss before it."""
         loss = self._loss(windows)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for working, master in zip(self._working, self._masters, strict=True):
             assert working.grad is not None
             master.grad = working.grad.float()

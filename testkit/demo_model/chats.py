@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from replicas.demo.corpus import SourceFile
-from replicas.demo.greetings import EXCHANGES, SYSTEM_PROMPTS, spellings
+from testkit.demo_model.corpus import SourceFile
+from testkit.demo_model.greetings import EXCHANGES, SYSTEM_PROMPTS, spellings
 
 Message = dict[str, str]
 Chat = list[Message]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from replicas.demo.corpus import SourceFile, load_corpus, standard_library
-from replicas.demo.tokenization import END_OF_TEXT, MAX_CONTEXT_TOKENS
+from testkit.demo_model.corpus import SourceFile, load_corpus, standard_library
+from testkit.demo_model.tokenization import END_OF_TEXT, MAX_CONTEXT_TOKENS
 
 BUCKETS = ((0, 512), (512, 1024), (1024, 2048))
 XZ_PRESET = 9
