@@ -113,7 +113,7 @@ class ReplicaChannels:
         self._is_lost = is_lost
         self._channels: dict[ChannelId, _Channel] = {}
 
-    async def generate(
+    async def submit(
         self, requests: Sequence[NumberedRequest], channel_id: ChannelId
     ) -> AsyncGenerator[str | StreamFailure, None]:
         """Generate requests as streams of a channel, until the channel's reader has the last delta of each one.

@@ -52,7 +52,7 @@ class LocalReplica:
         self.num_batches = 0
         self.engine.start()
 
-    async def deltas(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
+    async def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
         if replica_id == self.replica_id:
             async with aclosing(self.channels.read(channel_id)) as batches:
                 async for batch in batches:
@@ -137,7 +137,7 @@ class LocalTransport:
         self.submitted.append(requests)
         return self._called(
             [name for name in (*ranking, *self.replicas) if name not in self.refused],
-            lambda replica: replica.channels.generate(requests, channel_id),
+            lambda replica: replica.channels.submit(requests, channel_id),
         )
 
     async def abort(self, replica_id: str, channel_id: ChannelId, numbers: Sequence[int]) -> None:
@@ -157,7 +157,7 @@ class LocalTransport:
         replica.channels.acknowledge(channel_id, num_batches)
 
     def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
-        return self._called([replica_id, *self.replicas], lambda replica: replica.deltas(replica_id, channel_id), True)
+        return self._called([replica_id, *self.replicas], lambda replica: replica.read(replica_id, channel_id), True)
 
     async def _called(
         self, ranking: list[str], make: Callable[[LocalReplica], AsyncGenerator[Any, None]], is_read: bool = False
