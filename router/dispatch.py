@@ -116,12 +116,13 @@ class Dispatcher:
         self._unix_clock = unix_clock
         self._learning = asyncio.Lock()
 
-    def start(
+    def streams(
         self, requests: Sequence[GenerateRequest], timelines: Sequence[Timeline] = ()
     ) -> list[AsyncGenerator[TokenDelta, None]]:
-        """Return one stream of deltas per request. Closing a stream aborts its request.
+        """Return one stream of deltas per request. The first read of a stream starts its request, closing it aborts it.
 
-        `timelines` get the events of their requests, one for each; empty: the caller does not want any.
+        Nothing is sent, queued or counted before that read. `timelines` get the events of their requests, one for each;
+        empty: the caller does not want any.
 
         A stream raises ServingError if its request fails, so no delta that it yields has an error. Every other stream
         ends with a finish reason. Requests with the same prompt go to one replica while that replica has room, so that

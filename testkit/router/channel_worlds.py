@@ -88,7 +88,7 @@ class ChannelWorld:
         is_slow = rng.random() < 0.3
         got: list[int] = []
         with contextlib.suppress(NoReplicaAvailable, RequestQuarantined):
-            [stream] = dispatcher.start([asked])
+            [stream] = dispatcher.streams([asked])
             async with asyncio.timeout(LIMIT_S), aclosing(stream):
                 async for delta in stream:
                     got += delta.token_ids
