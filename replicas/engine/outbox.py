@@ -151,7 +151,7 @@ class Mailbox:
             self.latest_s += min(self._policy.batching_delay_s, _BATCHING_SHARE * (due_s - self._opened_s))
 
 
-class Outbox:
+class DeltaOutbox:
     """Outbox of one reader: mailboxes of all its streams, and one wake-up for those that are due together.
 
     It belongs to the event loop.

@@ -16,6 +16,7 @@ from replicas.transport.channels import ChannelWaits, Credits
 from replicas.transport.wire import WINDOW_BATCHES, ChannelId, DeltaBatch, StreamFailure, unpacked
 from router.transport.submission import ChannelLimits
 from testkit.engine.shadow_runner import continuation, request
+from testkit.engine.single_stream import generate
 from testkit.limits import LIMIT_S, until
 from testkit.router.channel_worlds import ChannelWorld
 from testkit.router.local_channels import QUICK, read, running_channels, token_ids, until_gone
@@ -72,7 +73,7 @@ async def test_a_channel_changes_nothing_in_what_a_reply_is_made_of() -> None:
     async with running_channels() as (client, [replica]):
         plain, scored = request(max_tokens=30), request(prompt_logprobs=0, max_tokens=20)
         for asked in (plain, scored, request(max_tokens=10**6), replace(plain, output_token_ids=(4, 5))):
-            direct = [delta async for delta in replica.engine.generate(asked)]
+            direct = [delta async for delta in generate(replica.engine, asked)]
             assert repr(whole(await read(client, asked))) == repr(whole(direct))
 
 
