@@ -21,7 +21,7 @@ from replicas.errors import (
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, TokenDelta
 from router.flow.flow_control import FlowController, SampleGroup
 from router.flow.flow_queue import BandQueueSize
-from router.flow.usage import Placement
+from router.flow.placements import Placement
 from router.timeline import Timeline
 from router.types import Headroom, ReplicaClient, ReplicaView, RouterObserver
 from router.watch import WATCH_PERIOD_S, ReplicaWatch, WatchSettings
@@ -86,7 +86,8 @@ class ResumableRequest:
         """Note that the request left a replica; `has_died` says that the replica died."""
         self.timeline.migrated(now)
         self.num_migrations += 1
-        self.num_deaths += has_died
+        if has_died:
+            self.num_deaths += 1
 
 
 class Dispatcher:

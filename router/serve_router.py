@@ -278,7 +278,12 @@ def in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) ->
 
 
 def _as_serving_error(error: Exception) -> ServingError:
-    """Translate an error of Ray's into a `ServingError`; a `ServingError` that the replica raised is unwrapped."""
+    """Translate an error of Ray's into a `ServingError`; a `ServingError` that the replica raised is unwrapped.
+
+    Every other error counts as the replica's death, a broken connection too. It cannot be told from one: over gRPC, and
+    as Ray's `ActorUnavailableError`, it is the first that an ingress sees of a process that was killed. If it did not
+    count, a request that kills its replicas could go on to the next one each time.
+    """
     if isinstance(error, RayTaskError):
         return as_serving_error(error.cause)
     if isinstance(error, BackPressureError):

@@ -294,7 +294,7 @@ class LoadTable:
         return self._totals.load()
 
     def block_size(self) -> int | None:
-        """Return the number of token slots in a block of any replica; None: no replica is known."""
+        """Return the number of tokens in a block of any replica; None: no replica is known."""
         return next((entry.stats.block_size for entry in self._entries.values()), None)
 
     def subscribe(self) -> set[str]:

@@ -1,4 +1,7 @@
-"""The paged KV cache: blocks of token slots for each layer.
+"""The paged KV cache: blocks of KV slots for each layer.
+
+In this folder and in `batch`, a slot is the place of one token's key and value in the cache, as in vLLM's slot mapping.
+Elsewhere it is the place of a sequence in the running batch.
 
 Keys and values in 8 bits have one scale for each token and KV head. A token's numbers therefore depend on the token
 alone. With one scale for a block, they would depend on the tokens that come into the block later, and on the chunks in
