@@ -234,7 +234,7 @@ def calls_of_submissions() -> list[asyncio.Task[None]]:
 
 async def until_gone(replica: LocalReplica) -> None:
     """Return when the replica has no request `gone` any more."""
-    await until(lambda: not any(stream_id.startswith("gone") for stream_id in replica.engine._mailboxes))
+    await until(lambda: not any(request_id.startswith("gone") for request_id in replica.engine._mailboxes))
 
 
 async def read(client: LocalChannelClient, asked: GenerateRequest, ranking: str = "replica-0") -> list[TokenDelta]:

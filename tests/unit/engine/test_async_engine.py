@@ -65,6 +65,13 @@ async def until_idle(engine: AsyncEngine) -> None:
     engine._engine.check_invariants()
 
 
+async def until_open(engine: AsyncEngine, num_streams: int) -> None:
+    """Return once so many streams have put their requests into the engine's inbox and have not ended."""
+    async with asyncio.timeout(LIMIT_S):
+        while len(engine._mailboxes) < num_streams:
+            await asyncio.sleep(0)
+
+
 class GatedRunner(ShadowRunner):
     """Computes a step only when let through, so that a test decides what happens between two."""
 
@@ -174,8 +181,10 @@ async def test_many_streams_are_throttled_except_more_urgent_ones() -> None:
         for number in range(3):
             asked = replace(request(f"request-{number}", max_tokens=12), band=Band.BATCH)
             stream = await streams.enter_async_context(aclosing(generate(engine, asked)))
+            first = asyncio.ensure_future(anext(stream))
+            await until_open(engine, number + 1)
             runner.gate.release(2)  # of a step that has begun without it, and of its own
-            assert len((await anext(stream)).token_ids) >= 1
+            assert len((await first).token_ids) >= 1
         assert [engine.flush_policy(band).interval_s for band in Band] == [0.5, 0.5, 60.0]
         runner.gate.release(100)
         assert len([delta async for delta in stream]) == 1, "what came within the minute, at its end"
@@ -259,7 +268,7 @@ async def test_refusals_are_the_only_delta_of_their_stream() -> None:
         await asyncio.to_thread(runner.entered.acquire)
         overloaded = asyncio.create_task(collect(engine, request("refused")))
         too_long = asyncio.create_task(collect(engine, request("long", max_tokens=4000)))
-        await asyncio.sleep(0)  # Both tasks have put their requests into the engine's inbox.
+        await until_open(engine, 3)
         runner.gate.release(2)
         for deltas, error in ((await overloaded, Overloaded), (await too_long, InvalidRequest)):
             assert len(deltas) == 1 and isinstance(deltas[0].error, error)
