@@ -408,7 +408,7 @@ async def test_slow_steps_are_not_hung() -> None:
 async def test_drain_ends_when_the_accepted_streams_have() -> None:
     async with running() as engine:
         accepted = asyncio.create_task(collect(engine, request("accepted", max_tokens=50)))
-        await asyncio.sleep(0)
+        await until_open(engine, 1)
         await asyncio.wait_for(engine.drain(), LIMIT_S)
         assert accepted.done() or (await accepted)[-1].finish_reason is FinishReason.LENGTH
         (refusal,) = await collect(engine, request("new"))
