@@ -103,7 +103,7 @@ class ReplicaView:
             return None
         if self.own_by_band[band] == self.num_by_band[band] and max(self.own_by_tenant.values(), default=0) <= 1:
             return None  # All have one slot each, or none, so nobody has one to yield.
-        held = {tenant: num for (its_band, tenant), num in self.own_by_tenant.items() if its_band is band}
+        held = {tenant: num for (request_band, tenant), num in self.own_by_tenant.items() if request_band is band}
         num_foreign = self.num_by_band[band] - self.own_by_band[band]
 
         def num_yielded(share: int) -> int:

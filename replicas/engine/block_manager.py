@@ -44,7 +44,8 @@ class BlockManager:
 
     def first_missing_hash(self, sequence: Sequence) -> bytes | None:
         """Return the hash of the first reusable full block that is not cached; None if all are cached."""
-        return next((each for each in self._reusable_hashes(sequence) if each not in self._cached), None)
+        hashes = self._reusable_hashes(sequence)
+        return next((block_hash for block_hash in hashes if block_hash not in self._cached), None)
 
     def shortfall(self, sequence: Sequence, num_tokens: int, without: Collection[Sequence] = ()) -> int:
         """Return the number of blocks that are missing to hold `num_tokens` of a waiting sequence.

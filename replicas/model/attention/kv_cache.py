@@ -103,10 +103,10 @@ def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _read(numbers: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    found = _movable(numbers).index_select(0, blocks).view(numbers.dtype)
+    stored = _movable(numbers).index_select(0, blocks).view(numbers.dtype)
     if scales is None:
-        return found
-    return (found.float() * scales.index_select(0, blocks).transpose(1, 2)[..., None]).to(dtype)
+        return stored
+    return (stored.float() * scales.index_select(0, blocks).transpose(1, 2)[..., None]).to(dtype)
 
 
 def _movable(numbers: Tensor) -> Tensor:
