@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from replicas.engine.async_engine import AsyncEngine, StepWatch
+from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.batch import ModelRunner
 from replicas.engine.config import EngineConfig
 from replicas.engine.constraint import ConstraintCompiler
@@ -18,6 +18,7 @@ from replicas.engine.engine import Engine
 from replicas.engine.engine_thread import EngineThread
 from replicas.engine.outbox import Coalescing, FlushPolicy
 from replicas.engine.output_processor import DecoderFactory
+from replicas.engine.step_watch import StepWatch
 from replicas.model.build import build_runner, warm_up
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.tokenizer import make_decoder

@@ -1,4 +1,7 @@
-"""Values that cross between the ingress and a replica: frozen, without behaviour beyond merging."""
+"""Values that cross between the ingress and a replica: frozen, without behaviour beyond merging.
+
+With them is the one number that both compute alike: the fair share of a replica's slots.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters of sampling, validated at the edge; names and meanings are vLLM's and OpenAI's."""
+    """Parameters of sampling, validated in the ingress; names and meanings are vLLM's and OpenAI's."""
 
     max_tokens: int
     """Most output tokens: at least 1, or 0 together with `prompt_logprobs` (echo without generation)."""
@@ -88,6 +91,14 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Request for one sequence, already validated.
+
+    Four ids are called `request_id` on the way of a request:
+
+        id                           example          made by
+        `Exchange.request_id`        my-id            the client (`x-request-id`), else the ingress; need not be unique
+        `Caller.request_id`          cmpl-9f3c        the ingress: a prefix of the endpoint and its own unique id
+        `GenerateRequest.request_id` cmpl-9f3c-0      the ingress: the caller's id and the index of the sequence
+        the same in the engine       cmpl-9f3c-0#7    `AsyncEngine`: that id and the number of the stream on the replica
 
     Invariants: 1 <= len(prompt_token_ids); len(prompt_token_ids) + max_tokens <= max_model_len.
     """
@@ -226,7 +237,7 @@ class ReplicaStats:
     """Speed of the replica under load: tokens computed per second, prompt and output, over recent saturated steps. A
     step is saturated if sequences wait, every slot is taken or its token budget is used up. 0 before the first."""
     block_size: int = 16
-    """Token slots in a block."""
+    """Tokens in a block of the KV cache."""
     stalled_s: float = 0.0
     """Seconds since the engine thread last reported, while sequences wait or run; in polled stats only."""
     served_tokens: tuple[TenantTokens, ...] = ()
@@ -364,6 +375,11 @@ class EngineMetrics:
     replica_id: str
     metrics: tuple[Metric, ...]
     histograms: tuple[HistogramMetric, ...]
+
+
+def fair_share(num_slots: int, num_tenants: int) -> int:
+    """Return the slots that each of `num_tenants` tenants keeps while others wait; at least one."""
+    return max(1, num_slots // num_tenants)
 
 
 def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:

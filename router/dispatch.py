@@ -21,7 +21,7 @@ from replicas.errors import (
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, TokenDelta
 from router.flow.flow_control import FlowController, SampleGroup
 from router.flow.flow_queue import BandQueueSize
-from router.flow.usage import Placement
+from router.flow.placements import Placement
 from router.timeline import Timeline
 from router.types import Headroom, ReplicaClient, ReplicaView, RouterObserver
 from router.watch import WATCH_PERIOD_S, ReplicaWatch, WatchSettings
@@ -86,7 +86,8 @@ class ResumableRequest:
         """Note that the request left a replica; `has_died` says that the replica died."""
         self.timeline.migrated(now)
         self.num_migrations += 1
-        self.num_deaths += has_died
+        if has_died:
+            self.num_deaths += 1
 
 
 class Dispatcher:
@@ -116,12 +117,13 @@ class Dispatcher:
         self._unix_clock = unix_clock
         self._learning = asyncio.Lock()
 
-    def start(
+    def streams(
         self, requests: Sequence[GenerateRequest], timelines: Sequence[Timeline] = ()
     ) -> list[AsyncGenerator[TokenDelta, None]]:
-        """Return one stream of deltas per request. Closing a stream aborts its request.
+        """Return one stream of deltas per request. The first read of a stream starts its request, closing it aborts it.
 
-        `timelines` get the events of their requests, one for each; empty: the caller does not want any.
+        Nothing is sent, queued or counted before that read. `timelines` get the events of their requests, one for each;
+        empty: the caller does not want any.
 
         A stream raises ServingError if its request fails, so no delta that it yields has an error. Every other stream
         ends with a finish reason. Requests with the same prompt go to one replica while that replica has room, so that

@@ -27,7 +27,7 @@ from router.transport.channel_pool import ChannelPool
 
 _WAKE_S = 1.0
 _CALL_LIMIT_S = 2.0
-"""Limit of every call but `generate`, seconds."""
+"""Limit of every call but `submit` and `read`, which last as long as their streams; seconds."""
 HANDLE_ERRORS = (RayError, RayServeException, grpc.aio.AioRpcError)
 """Errors that a handle call may raise; the last only where Serve carries calls over gRPC (the throughput profile)."""
 
@@ -53,8 +53,8 @@ class ServeTransport:
     """Calls of a channel pool over a Serve deployment handle; implements `ChannelTransport` of `router.transport`."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._generate = handle.options(method_name="generate", stream=True)
-        self._deltas = handle.options(method_name="deltas", stream=True)
+        self._submit = handle.options(method_name="submit", stream=True)
+        self._read = handle.options(method_name="read", stream=True)
         self._abort = handle.options(method_name="abort")
         self._acknowledge = handle.options(method_name="acknowledge")
 
@@ -62,7 +62,7 @@ class ServeTransport:
         self, requests: Sequence[NumberedRequest], ranking: list[str], channel_id: ChannelId
     ) -> AsyncGenerator[str | StreamFailure, None]:
         """Have a replica generate requests; yield its id, then the streams that fail. Closing it cancels the call."""
-        return _results(self._generate.remote, requests, channel_id, ranking=ranking)
+        return _results(self._submit.remote, requests, channel_id, ranking=ranking)
 
     async def abort(self, replica_id: str, channel_id: ChannelId, numbers: Sequence[int]) -> None:
         """Abort streams of a channel.
@@ -84,7 +84,7 @@ class ServeTransport:
 
     def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
         """Yield the deltas of a channel; ends at once if another replica answers in the place of the one meant."""
-        return _results(self._deltas.remote, replica_id, channel_id, ranking=[replica_id])
+        return _results(self._read.remote, replica_id, channel_id, ranking=[replica_id])
 
 
 class ServeReplicaClient:
@@ -278,7 +278,12 @@ def in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) ->
 
 
 def _as_serving_error(error: Exception) -> ServingError:
-    """Translate an error of Ray's into a `ServingError`; a `ServingError` that the replica raised is unwrapped."""
+    """Translate an error of Ray's into a `ServingError`; a `ServingError` that the replica raised is unwrapped.
+
+    Every other error counts as the replica's death, a broken connection too. It cannot be told from one: over gRPC, and
+    as Ray's `ActorUnavailableError`, it is the first that an ingress sees of a process that was killed. If it did not
+    count, a request that kills its replicas could go on to the next one each time.
+    """
     if isinstance(error, RayTaskError):
         return as_serving_error(error.cause)
     if isinstance(error, BackPressureError):

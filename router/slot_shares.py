@@ -14,14 +14,15 @@ _MIXER = 0x9E3779B1
 class SlotShare:
     """Share of one ingress in the slots of a replica that requests of one band may take.
 
-    Ingresses that hear of the same free slots would all give them away. So each one with requests of the band or a more
-    urgent one on the replica takes an equal part of them. Who takes one more changes with the report's version. An
-    ingress without such requests takes a part beside them, at least one slot: it hears of the replica by polls alone.
+    Ingresses that hear of the same free slots would all give them away. So they are divided equally among the ingresses
+    with requests of the band or a more urgent one on the replica. The remainder rotates with the report's version. An
+    ingress with no request on the replica gets one extra share of at least one slot: it hears of the replica by polls
+    alone.
     """
 
     num_ingresses: int = 1
     turn: int = 0
-    """Place of the ingress in the order in which they take one more, from 0 on."""
+    """Place of the ingress in the order in which they get one slot of the remainder, from 0 on."""
     is_new: bool = False
     """True if the ingress has no such requests on the replica."""
     num_left: int = 0
@@ -30,7 +31,9 @@ class SlotShare:
     def of(self, num_slots: int) -> int:
         """Return this ingress's part of so many slots."""
         num_own = (num_slots + self.num_ingresses - 1 - self.turn) // self.num_ingresses
-        return min(num_slots, max(num_own, self.is_new))
+        if self.is_new:
+            num_own = max(1, num_own)
+        return min(num_slots, num_own)
 
 
 ALONE = (SlotShare(),) * len(Band)

@@ -255,12 +255,12 @@ class Timeline:
         """Fail if an invariant of the class does not hold."""
         assert all(seconds >= 0 for seconds in self._seconds.values())
         assert abs(sum(self._seconds.values()) - (self._mark_s - self.started_s)) < _TOLERANCE_S
-        ends_s = [self.started_s, *(each.end_s for each in self.intervals)]
-        assert [each.start_s for each in self.intervals] == ends_s[:-1] and self._interval_s == ends_s[-1]
+        ends_s = [self.started_s, *(interval.end_s for interval in self.intervals)]
+        assert [interval.start_s for interval in self.intervals] == ends_s[:-1] and self._interval_s == ends_s[-1]
         in_intervals: dict[Part, float] = defaultdict(float, {self._open: self._mark_s - self._interval_s})
-        for each in self.intervals:
-            assert abs(sum(each.seconds.values()) - (each.end_s - each.start_s)) < _TOLERANCE_S
-            for part, seconds in each.seconds.items():
+        for interval in self.intervals:
+            assert abs(sum(interval.seconds.values()) - (interval.end_s - interval.start_s)) < _TOLERANCE_S
+            for part, seconds in interval.seconds.items():
                 in_intervals[part] += seconds
         assert all(abs(in_intervals[part] - self._seconds[part]) < _TOLERANCE_S for part in Part)
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
-from replicas.shared_rules.fair_share import fair_share
+from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta, fair_share
 from router.slot_shares import ALONE, SlotShare
 
 
@@ -32,9 +31,9 @@ class PreemptibleSlots:
     by_tenant: Mapping[str, int]
     """Slots for each tenant with requests there."""
     num_free_tokens: int
-    """KV cache slots that a request of the band would find."""
+    """KV cache positions that a request of the band would find."""
     num_mean_tokens: int
-    """KV cache slots that come free with each slot."""
+    """KV cache positions that come free with each slot."""
 
     def of(self, tenant: str) -> int:
         """Return the number of slots for a tenant."""
@@ -82,7 +81,7 @@ class ReplicaView:
         return self.stats.num_slots - sum(self.num_by_band[: band + 1])
 
     def num_free_tokens(self, band: Band) -> int:
-        """Return the number of KV cache slots that a request of `band` would find: free ones, and those of lower bands.
+        """Return the number of KV cache positions for a request of `band`: free ones, and those of lower bands.
 
         Prompt tokens that the last report has not counted are subtracted.
         """
@@ -104,7 +103,7 @@ class ReplicaView:
             return None
         if self.own_by_band[band] == self.num_by_band[band] and max(self.own_by_tenant.values(), default=0) <= 1:
             return None  # All have one slot each, or none, so nobody has one to yield.
-        held = {tenant: num for (its_band, tenant), num in self.own_by_tenant.items() if its_band is band}
+        held = {tenant: num for (request_band, tenant), num in self.own_by_tenant.items() if request_band is band}
         num_foreign = self.num_by_band[band] - self.own_by_band[band]
 
         def num_yielded(share: int) -> int:
@@ -112,7 +111,9 @@ class ReplicaView:
 
         share = fair_share(num_slots, len(held) + 1)
         is_new_beside_foreign = num_foreign > 0 and self.num_by_band[band] <= num_slots
-        of_newcomer = max(min(share, num_yielded(share)), is_new_beside_foreign)
+        of_newcomer = min(share, num_yielded(share))
+        if is_new_beside_foreign:
+            of_newcomer = max(1, of_newcomer)
         if of_newcomer <= 0:
             return None
         share = fair_share(num_slots, max(1, len(held)))
@@ -121,7 +122,7 @@ class ReplicaView:
         return PreemptibleSlots(of_newcomer, by_tenant, self.num_free_tokens(band), self.num_mean_tokens(band))
 
     def num_mean_tokens(self, band: Band) -> int:
-        """Return the mean number of KV cache slots that a running sequence of `band` holds."""
+        """Return the mean number of KV cache positions that a running sequence of `band` holds."""
         num_blocks = self.stats.num_held_blocks_by_band[band] // max(1, self.stats.num_running_by_band[band])
         return num_blocks * self.stats.block_size
 

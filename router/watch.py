@@ -60,6 +60,8 @@ class ReplicaWatch:
     silence, if another replica has answered since its silence began. Without another one its streams stay: it may wake
     up, and its replacement is another one. A slow step is no silence, since polls are answered beside it.
 
+    A killed replica is not noticed here: its channel breaks, which fails its streams at once (`ChannelPool`).
+
     While this process is stopped or its event loop is blocked, no silence is counted.
 
     A poll costs what it changes: the answers of all replicas are kept as one set.
@@ -150,7 +152,8 @@ class ReplicaWatch:
         """Interrupt streams that have not begun, so that their requests are placed again as if refused."""
         for in_flight in in_flights:
             if in_flight in self._waits and in_flight not in self._leaving:
-                self._interrupt(in_flight, Overloaded("another replica has a free slot", 1.0, "full_replica"))
+                message = "the replica is full, and another one has a free slot"
+                self._interrupt(in_flight, Overloaded(message, 1.0, "full_replica"))
 
     def within(self, in_flight: InFlight, limit_s: float | None) -> asyncio.Timeout:
         """Return the time-out of a stream's next wait; `limit_s` is a time of the event loop's clock.

@@ -93,4 +93,4 @@ def _item(
     sequence = Sequence(request, arrival_s=0.0, deadline_s=None, arrival_index=number)
     num_blocks = -(-num_tokens // runner.block_size)
     sequence.block_table = [1 + (number * num_blocks + index) % runner.num_blocks for index in range(num_blocks)]
-    return ScheduledSequence(sequence, start, num_tokens - start)
+    return ScheduledSequence.of(sequence, start, num_tokens - start)

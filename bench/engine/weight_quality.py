@@ -81,7 +81,7 @@ def logits_of(loaded: LoadedModel, token_ids: list[int], cache: str) -> Tensor:
     sequence.block_table = list(range(1, num_blocks + 1))
     dtype = choose_cache_dtype(cache, loaded.dtype)
     blocks = KVCache(loaded.layers, num_blocks, _BLOCK_SIZE, dtype, loaded.device)
-    inputs = build_inputs([ScheduledSequence(sequence, 0, num_tokens)], _BLOCK_SIZE, loaded.device)
+    inputs = build_inputs([ScheduledSequence.of(sequence, 0, num_tokens)], _BLOCK_SIZE, loaded.device)
     attention = choose_attention(loaded.attention_spec(_BLOCK_SIZE, dtype), "auto")
     return loaded.logits(attention(blocks, inputs), inputs.input_ids, inputs.position_ids, rows=0).float()
 

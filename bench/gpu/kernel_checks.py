@@ -149,7 +149,7 @@ def check_token_counts(device: str) -> Check:
         last = LastSampledTokens.none(where)
         for step in range(num_steps):
             # The newest token is known to the device alone.
-            items = [ScheduledSequence(sequence, 2 + step, 1) for sequence in sequences]
+            items = [ScheduledSequence.of(sequence, 2 + step, 1) for sequence in sequences]
             to_device = HostToDeviceBuffer()
             sent = counts.send(items, last, to_device)
             changed = logits.to(where, copy=True)

@@ -191,7 +191,7 @@ def _prefill(layer: AttentionLayer, num_tokens: int, dtype: torch.dtype, device:
     cache = KVCache((layer,), num_blocks, BLOCK_SIZE, dtype, device)
     sequence = EngineSequence(GenerateRequest("prompt", (5,) * num_tokens, GREEDY), 0.0, None, 0)
     sequence.block_table = list(range(1, num_blocks + 1))
-    inputs = build_inputs([ScheduledSequence(sequence, 0, num_tokens)], BLOCK_SIZE, device)
+    inputs = build_inputs([ScheduledSequence.of(sequence, 0, num_tokens)], BLOCK_SIZE, device)
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     attention = TritonBackend(num_processors, compute_capability(device))(cache, inputs)
     call = _call(layer, num_tokens, device, dtype)

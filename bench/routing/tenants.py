@@ -74,7 +74,7 @@ class _Run:
         prompt = tuple(self.rng.randrange(16, VOCABULARY) for _ in range(num_prompt_tokens))
         params = SamplingParams(num_output_tokens, temperature=0.0, ignore_eos=True)
         first_s: float | None = None
-        async for delta in self.dispatcher.start([GenerateRequest(name, prompt, params, Band.STANDARD, tenant)])[0]:
+        async for delta in self.dispatcher.streams([GenerateRequest(name, prompt, params, Band.STANDARD, tenant)])[0]:
             first_s = first_s or self.clock.now
             self.num[f"tokens of {tenant}"] += len(delta.token_ids)
         assert first_s is not None

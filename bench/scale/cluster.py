@@ -233,7 +233,7 @@ class Cluster:
         ingress.readers[reader] = None
         num_tokens = 0
         try:
-            async for delta in ingress.dispatcher.start([request])[0]:
+            async for delta in ingress.dispatcher.streams([request])[0]:
                 self._tally.begun(request, delta.usage, self._clock.now)
                 self._tally.generated(request, len(delta.token_ids))
                 num_tokens += len(delta.token_ids)

@@ -229,7 +229,7 @@ class ScaleWorld:
 
     async def arrive(self) -> float:
         """Let one request arrive; return the microseconds until it waits."""
-        [deltas] = self.dispatcher.start([self._request(Band.STANDARD)])
+        [deltas] = self.dispatcher.streams([self._request(Band.STANDARD)])
         num_queued = len(self.flow.queue)
         self.queued.append(asyncio.create_task(anext(deltas)))
         started_s = time.thread_time()
@@ -271,7 +271,7 @@ class ScaleWorld:
         return self._us_since(started_s)
 
     async def _start(self, replica_id: str, tenant: str) -> Stream:
-        [deltas] = self.dispatcher.start([replace(self._request(Band.STANDARD), tenant=tenant)])
+        [deltas] = self.dispatcher.streams([replace(self._request(Band.STANDARD), tenant=tenant)])
         stream = Stream(deltas, replica_id)
         self._prepare(stream, None)
         await anext(deltas)

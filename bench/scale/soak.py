@@ -207,7 +207,7 @@ class Soak:
             self._arrive()
 
     async def _read(self, request: GenerateRequest) -> None:
-        [deltas] = self._dispatcher.start([request])
+        [deltas] = self._dispatcher.streams([request])
         is_left = self._rng.random() < _LEFT
         try:
             async for _ in deltas:

@@ -111,7 +111,7 @@ def mask_times(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerFast, nu
     sequences, rng = sequences_of(compiler, 64), random.Random(1)
     documents = [tokenizer.encode(document_of(schema_of(index), rng)) for index in range(64)]
     threads = MaskThreads(_VOCAB_SIZE, num_threads)
-    items = [ScheduledSequence(sequence, 0, 1) for sequence in sequences]
+    items = [ScheduledSequence.of(sequence, 0, 1) for sequence in sequences]
     times = []
     for step in range(min(map(len, documents))):
         started_s = time.perf_counter()

@@ -7,14 +7,15 @@ import contextlib
 import logging
 import math
 import queue
-from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from replicas.engine.constraint import Constraint, ConstraintCompiler
 from replicas.engine.engine import Engine
 from replicas.engine.engine_thread import EngineThread
-from replicas.engine.outbox import Coalescing, FlushPolicy, Mailbox, Outbox, failure
+from replicas.engine.outbox import Coalescing, DeltaOutbox, FlushPolicy, Mailbox, failure
+from replicas.engine.step_watch import StepWatch
 from replicas.errors import EngineDead, InvalidRequest, ReplicaLost, ServingError, as_serving_error
 from replicas.protocol import (
     Band,
@@ -30,65 +31,16 @@ from replicas.timing.cpu_scheduling import use_normal_scheduling
 _log = logging.getLogger(__name__)
 
 _STOP_LIMIT_S = 30.0
-_SLOW_STEP_FACTOR = 4.0
-_NUM_FIRST_STEPS = 16
 _CHECK_PERIOD_S = 60.0
 """Least time between two checks of an idle engine's invariants, seconds. A check visits every block of the KV cache and
 takes milliseconds, in which no other thread of the process runs Python code."""
-
-
-@dataclass(slots=True)
-class StepWatch:
-    """Watch over the engine's present step: a step that does not end is hung, a slow one is not.
-
-    A step is hung after `max_step_s`, but never before 4 times the longest known step. The first 16 steps may compile
-    kernels and have at least `first_step_s`. A failed step that is repeated in parts may take `max_step_s` for each.
-    The engine's thread writes, any thread may read; one thread asks whether the step is hung.
-    """
-
-    max_step_s: float
-    longest_step_s: float = 0.0
-    """Longest step that has ended; at first the largest step of the warm-up."""
-    first_step_s: float = 0.0
-    """Least limit of the first steps, seconds; 0: nothing is compiled in them."""
-    num_steps: int = 0
-    started_s: float | None = None
-    """Start of the present step; None: no step runs."""
-    num_repeats: int = 0
-    """Number of repeated parts when a step ended last, or when `hung_for_s` was called last."""
-    repeated_s: float = -math.inf
-    """Time at which `hung_for_s` last saw that a part had been repeated."""
-
-    def begin(self, now: float) -> None:
-        """Note the start of a step."""
-        self.started_s = now
-
-    def end(self, now: float, num_repeats: int) -> None:
-        """Note the end of a step, and the number of parts of steps that have been repeated so far."""
-        if self.started_s is not None and num_repeats == self.num_repeats:
-            self.longest_step_s = max(self.longest_step_s, now - self.started_s)
-        self.started_s, self.num_repeats = None, num_repeats
-        self.num_steps += 1
-
-    def hung_for_s(self, now: float, num_repeats: int) -> float | None:
-        """Return the age of the present step, or of its last known repeated part, if it is hung, else None."""
-        started_s = self.started_s
-        if started_s is None:
-            return None
-        if num_repeats != self.num_repeats:
-            self.num_repeats, self.repeated_s = num_repeats, now
-        started_s = max(started_s, self.repeated_s)
-        limit_s = max(self.max_step_s, _SLOW_STEP_FACTOR * self.longest_step_s)
-        if self.num_steps < _NUM_FIRST_STEPS:
-            limit_s = max(limit_s, self.first_step_s)
-        return None if now - started_s <= limit_s else now - started_s
 
 
 class AsyncEngine:
     """Asynchronous front of an engine: owns the engine thread and the streams' mailboxes.
 
     Invariants:
-        A stream and its request have the same lifetime: closing the generator aborts the request.
+        A request lives as long as its call of `generate_into`: cancelling the call aborts the request.
         Every stream that is read to its end has a finish reason, even if the engine dies.
     """
 
@@ -116,7 +68,8 @@ class AsyncEngine:
         self._steps = steps or StepWatch(math.inf)
         self._is_hung = False
         self._num_streams = 0
-        self._mailboxes: dict[str, Mailbox] = {}  # By stream id.
+        self._mailboxes: dict[str, Mailbox] = {}
+        """Mailbox of each open stream, by the id under which the engine has its request."""
         self._num_by_band = [0] * len(Band)
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -127,26 +80,31 @@ class AsyncEngine:
 
     def start(self) -> None:
         """Start the engine thread."""
-        self._thread.end(self._run)
+        self._thread.run_last(self._run)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the deltas of one request. The last has a finish reason, and an `error` if the request failed."""
-        outbox = Outbox()
-        async with self._opened(request, outbox, 0) as mailbox:
-            while not mailbox.has_ended:
-                for _, delta in await outbox.take():
-                    yield replace(delta, request_id=request.request_id, stats=self._stats)
-
-    async def generate_into(self, request: GenerateRequest, outbox: Outbox, number: int) -> None:
+    async def generate_into(self, request: GenerateRequest, outbox: DeltaOutbox, number: int) -> None:
         """Generate one request as stream `number` of an outbox; return once the outbox's reader has the last delta.
 
-        Its deltas are as those of `generate`, without stats. Cancelling the call aborts the request.
+        The last delta has a finish reason, and an `error` if the request failed. Cancelling the call aborts the
+        request.
 
         Raises:
             ServingError: the outbox's reader is gone.
         """
-        async with self._opened(request, outbox, number) as mailbox:
-            await mailbox.until_ended()
+        mailbox = outbox.open(number, self._policy_for(request), len(request.output_token_ids))
+        try:
+            try:
+                constraint = await self._constraint_of(request)
+                self._check_takes_requests()
+            except ServingError as error:
+                mailbox.put(_refusal(request, error))
+                await mailbox.until_ended()
+                return
+            with self._register(request, mailbox) as engine_request_id:
+                self._inbox.put(partial(self._add, replace(request, request_id=engine_request_id), constraint))
+                await mailbox.until_ended()
+        finally:
+            outbox.discard(number)
 
     def flush_policy(self, band: Band) -> FlushPolicy:
         """Return the present flush policy of a stream of this band, given the number of open streams."""
@@ -219,41 +177,23 @@ class AsyncEngine:
             )
         return await asyncio.to_thread(self._constraints.constraint_of, request)
 
-    @contextlib.asynccontextmanager
-    async def _opened(self, request: GenerateRequest, outbox: Outbox, number: int) -> AsyncGenerator[Mailbox, None]:
-        """Start a request into a mailbox of `outbox`. Leaving the context before its end aborts it."""
-        mailbox = outbox.open(number, self._policy_for(request), len(request.output_token_ids))
-        try:
-            try:
-                constraint = await self._constraint_of(request)
-                self._check_takes_requests()
-            except ServingError as error:
-                mailbox.put(_refusal(request, error))
-                yield mailbox
-                return
-            with self._registered(request, mailbox) as stream_id:
-                self._inbox.put(partial(self._add, replace(request, request_id=stream_id), constraint))
-                yield mailbox
-        finally:
-            outbox.discard(number)
-
     @contextlib.contextmanager
-    def _registered(self, request: GenerateRequest, mailbox: Mailbox) -> Iterator[str]:
-        """Count an open stream and deliver its deltas; yield its unique id.
+    def _register(self, request: GenerateRequest, mailbox: Mailbox) -> Iterator[str]:
+        """Count an open stream and deliver its deltas; yield its id in the engine.
 
-        The engine gets an id per stream: a caller may send a request again before its abort is done.
+        That id is unique: a caller may send a request again before its abort is done.
         """
         self._num_streams += 1
-        stream_id = f"{request.request_id}#{self._num_streams}"
-        self._mailboxes[stream_id] = mailbox
+        engine_request_id = f"{request.request_id}#{self._num_streams}"
+        self._mailboxes[engine_request_id] = mailbox
         self._num_by_band[request.band] += 1
         self._is_idle.clear()
         try:
-            yield stream_id
+            yield engine_request_id
         finally:
             if not mailbox.has_ended:
-                self._inbox.put(partial(self._engine.abort, stream_id))
-            del self._mailboxes[stream_id]
+                self._inbox.put(partial(self._engine.abort, engine_request_id))
+            del self._mailboxes[engine_request_id]
             self._num_by_band[request.band] -= 1
             if not self._mailboxes:
                 self._is_idle.set()
@@ -291,7 +231,8 @@ class AsyncEngine:
             if not self._engine.has_work:
                 self._check_invariants()
                 self._stats = self._engine.stats()
-            self._inbox.get()()
+            apply = self._inbox.get()
+            apply()
             if self._is_stopping:
                 return False
             has_messages = True

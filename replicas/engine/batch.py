@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from replicas.engine.sequence import Sequence
 from replicas.protocol import PositionLogprobs
-
-_set = object.__setattr__
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """Tokens that one sequence computes in this step: positions [start, start + num_tokens).
 
-    Every position already has a slot in the sequence's block table. The last token may be a placeholder: the previous
+    The sequence's block table already has a block for every position. The last token may be a placeholder: the previous
     step samples it, and the runner takes its value on the device.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
-    samples: bool = field(init=False)
+    samples: bool
     """True if the step reaches the last known token or placeholder, and so samples the next one from its logits."""
-    num_recomputed_tokens: int = field(init=False)
+    num_recomputed_tokens: int
     """Number of the tokens that were computed before, and lost to a preemption."""
-    preemption: int = field(init=False)
+    preemption: int
     """`num_preemptions` of the sequence at scheduling time. If it differs later, the sequence was preempted and no
     longer owns these blocks."""
 
-    def __post_init__(self) -> None:
-        # Computed now, since the sequence changes while the step is in flight.
-        sequence, end = self.sequence, self.start + self.num_tokens
-        num_lost = sequence.num_preempted_tokens
-        num_recomputed_tokens = min(end, num_lost) - self.start if num_lost > self.start else 0
-        _set(self, "samples", sequence.may_sample_at(end))
-        _set(self, "num_recomputed_tokens", num_recomputed_tokens)
-        _set(self, "preemption", sequence.num_preemptions)
+    @classmethod
+    def of(cls, sequence: Sequence, start: int, num_tokens: int) -> ScheduledSequence:
+        """Return the item with the present facts of the sequence, which changes while the step is in flight."""
+        end, num_lost = start + num_tokens, sequence.num_preempted_tokens
+        num_recomputed_tokens = min(end, num_lost) - start if num_lost > start else 0
+        return cls(
+            sequence, start, num_tokens, sequence.may_sample_at(end), num_recomputed_tokens, sequence.num_preemptions
+        )
 
     @property
     def end(self) -> int:
@@ -56,9 +54,8 @@ class ScheduledSequence:
 
     def part(self, start: int, num_tokens: int) -> ScheduledSequence:
         """Return the part with positions [start, start + num_tokens); only the part at the end samples."""
-        part = ScheduledSequence(self.sequence, start, num_tokens)
-        _set(part, "samples", self.samples and part.end == self.end)
-        return part
+        part = ScheduledSequence.of(self.sequence, start, num_tokens)
+        return replace(part, samples=self.samples and part.end == self.end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class Bisection:
         # Position `last.start` is about to be written, so no other sequence shares its block.
         probe.block_table = [last.sequence.block_table[last.start // self._block_size]]
         try:
-            self._run(ScheduledBatch((ScheduledSequence(probe, 0, 1),)))
+            self._run(ScheduledBatch((ScheduledSequence.of(probe, 0, 1),)))
         except Exception as error:
             _log.error("the device is broken: it also fails a token that it has computed before", exc_info=error)
             return False

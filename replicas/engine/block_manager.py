@@ -44,10 +44,11 @@ class BlockManager:
 
     def first_missing_hash(self, sequence: Sequence) -> bytes | None:
         """Return the hash of the first reusable full block that is not cached; None if all are cached."""
-        return next((each for each in self._reusable_hashes(sequence) if each not in self._cached), None)
+        hashes = self._reusable_hashes(sequence)
+        return next((block_hash for block_hash in hashes if block_hash not in self._cached), None)
 
     def shortfall(self, sequence: Sequence, num_tokens: int, without: Collection[Sequence] = ()) -> int:
-        """Return the number of blocks that are missing to give a waiting sequence slots for `num_tokens`.
+        """Return the number of blocks that are missing to hold `num_tokens` of a waiting sequence.
 
         It is negative if blocks are left over. Blocks that only sequences in `without` hold count as free.
         """
@@ -57,7 +58,7 @@ class BlockManager:
         return self._config.blocks_for(num_tokens) - num_shared - len(self._free) - num_reclaimable
 
     def allocate(self, sequence: Sequence) -> None:
-        """Give a waiting sequence slots for all its tokens, reusing cached blocks for its beginning.
+        """Give a waiting sequence blocks for all its tokens, reusing cached blocks for its beginning.
 
         At least one token is left to compute, as the next step samples from its logits.
 
@@ -80,7 +81,7 @@ class BlockManager:
         return self._config.blocks_for(num_tokens) - len(sequence.block_table) <= len(self._free)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give `sequence` slots for its first `num_tokens` tokens.
+        """Give `sequence` blocks for its first `num_tokens` tokens.
 
         It takes free blocks, and evicts the cached ones least recently used first.
 

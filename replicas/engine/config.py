@@ -24,7 +24,7 @@ class EngineLimits:
     """Limits of an engine that do not depend on the model; cross-field rules raise on construction."""
 
     block_size: int = setting(16, ge=1)
-    """Token slots in one KV block."""
+    """Tokens in one block of the KV cache."""
     max_num_seqs: int = setting(32, ge=1)
     """Most sequences that run together in one replica."""
     max_num_batched_tokens: int = setting(512, ge=1)

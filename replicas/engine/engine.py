@@ -224,7 +224,7 @@ class Engine:
                 f"{sequence.num_output_tokens} output tokens generated"
             )
             delta = self._output_processors[sequence.request_id].fail(error)
-            deltas.append(self._ended(sequence, _with_phases(sequence, delta, self._clock.monotonic())))
+            deltas.append(self._complete(sequence, delta, self._clock.monotonic()))
         return deltas
 
     def _schedule(self) -> ScheduledStep | None:
@@ -245,7 +245,7 @@ class Engine:
             for item, result in step.results:
                 delta = self._advance(item, result, step.collected_s)
                 if delta is not None:
-                    deltas.append(self._ended(item.sequence, _with_phases(item.sequence, delta, step.collected_s)))
+                    deltas.append(self._complete(item.sequence, delta, step.collected_s))
         return deltas
 
     def _advance(self, item: ScheduledSequence, result: ItemResult, now: float) -> TokenDelta | None:
@@ -262,10 +262,13 @@ class Engine:
             self._stats.produced(sequence, now, len(delta.token_ids))
         return delta
 
-    def _ended(self, sequence: Sequence, delta: TokenDelta) -> TokenDelta:
-        """End `sequence` if `delta` is its last; return `delta`."""
-        if delta.finish_reason is not None:
-            self._end(sequence, delta.finish_reason)
+    def _complete(self, sequence: Sequence, delta: TokenDelta, now: float) -> TokenDelta:
+        """Return a sequence's delta with its times, if a reader needs them anew; the last delta ends the sequence."""
+        reason = delta.finish_reason
+        if reason is not None or sequence.phases.has_news:
+            delta = replace(delta, phases=sequence.phases.read(now, sequence.num_preemptions))
+        if reason is not None:
+            self._end(sequence, reason)
         return delta
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -290,13 +293,6 @@ class Engine:
             gauge("vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"),
             *(replace(metric, is_mean=True) for metric in (usage, budget, settings, start)),
         )
-
-
-def _with_phases(sequence: Sequence, delta: TokenDelta, now: float) -> TokenDelta:
-    """Return a sequence's delta, with its times if a reader needs them anew."""
-    if delta.finish_reason is None and not sequence.phases.has_news:
-        return delta
-    return replace(delta, phases=sequence.phases.read(now, sequence.num_preemptions))
 
 
 class Deadlines:

@@ -35,10 +35,13 @@ class EngineThread:
         self._put(run)
         return future.result()
 
-    def end(self, last: Callable[[], None] | None = None) -> None:
-        """Let the thread run `last`, which raises nothing, and end. Returns at once; called once."""
-        if last is not None:
-            self._put(last)
+    def run_last(self, function: Callable[[], None]) -> None:
+        """Let the thread run `function`, which raises nothing, and end. Returns at once; no task may follow."""
+        self._put(function)
+        self.end()
+
+    def end(self) -> None:
+        """Let the thread end after its tasks. Returns at once; called once."""
         self._put(None)
 
     def join(self, timeout_s: float) -> None:

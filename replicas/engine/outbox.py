@@ -151,7 +151,7 @@ class Mailbox:
             self.latest_s += min(self._policy.batching_delay_s, _BATCHING_SHARE * (due_s - self._opened_s))
 
 
-class Outbox:
+class DeltaOutbox:
     """Outbox of one reader: mailboxes of all its streams, and one wake-up for those that are due together.
 
     It belongs to the event loop.
@@ -221,7 +221,7 @@ class Outbox:
         assert self._waiting.items() <= self._mailboxes.items()
 
     def _taken(self, now: float) -> list[tuple[int, TokenDelta]]:
-        due = [(number, each) for number, each in self._waiting.items() if each.due_s <= now + _EARLY_S]
+        due = [(number, mailbox) for number, mailbox in self._waiting.items() if mailbox.due_s <= now + _EARLY_S]
         for number, _ in due:
             del self._waiting[number]
         return [(number, mailbox.take(now)) for number, mailbox in due]

@@ -49,14 +49,14 @@ class Detokenizer:
         if not may_stop:
             # Text from before `min_tokens` is not part of any later match.
             return self._release(len(self._held))
-        found = min(
+        first_match = min(
             ((at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0),
             default=None,
             key=lambda match: match[0],
         )
-        if found is not None:
-            shown = self._release(found[0])
-            self.stop_string, self._held = found[1], ""
+        if first_match is not None:
+            shown = self._release(first_match[0])
+            self.stop_string, self._held = first_match[1], ""
             return shown
         return self._release(len(self._held) - self._possible_start_length())
 

@@ -24,7 +24,7 @@ class Scheduler:
     A sequence has known tokens and computed tokens, and every step lets the computed ones catch up. A long prompt, a
     prefix hit, a resumed sequence and a decode differ only in the number of missing tokens. Each step:
 
-    1. Every running sequence gets slots for its known tokens. If blocks run out, the least urgent running sequence is
+    1. Every running sequence gets blocks for its known tokens. If they run out, the least urgent running sequence is
        preempted: it gives back its blocks, keeps its tokens and waits. Its full blocks stay cached, so resuming it is
        mostly a prefix hit.
     2. Sequences that miss one token get it: a decode never waits for a prefill.
@@ -43,7 +43,7 @@ class Scheduler:
        restarts.
 
     Invariants:
-        A sequence is in `waiting`, in `running` or finished. Running sequences have slots for all tokens known when
+        A sequence is in `waiting`, in `running` or finished. Running sequences have blocks for all tokens known when
         they were last scheduled. len(running) <= max_num_seqs.
         A promoted sequence never yields. A tenant that yields a slot holds at least its share afterwards.
         A sequence's worst case fits the pool, so a step with work always progresses.

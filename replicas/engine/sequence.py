@@ -72,7 +72,7 @@ class Sequence:
     is collected: it counts like a known token, but only the device knows its value.
 
     Invariants:
-        0 <= num_scheduled_tokens <= num_tokens; scheduled tokens have slots in `block_table`.
+        0 <= num_scheduled_tokens <= num_tokens; the blocks of `block_table` have room for the scheduled tokens.
         0 <= num_computed_tokens <= len(token_ids): every computed token is known.
         WAITING or FINISHED <=> `block_table` is empty. Preemption keeps the tokens and placeholders.
         The first `num_preempted_tokens` tokens were computed or in flight when a preemption took their blocks.
@@ -218,7 +218,8 @@ class Sequence:
     def launched(self, num_tokens: int, samples: bool) -> None:
         """Note that a step was launched that computes the next `num_tokens`, and samples one if `samples`."""
         self.num_in_flight_tokens += num_tokens
-        self.num_placeholder_tokens += samples
+        if samples:
+            self.num_placeholder_tokens += 1
         self.num_forced_tokens = max(0, self.num_forced_tokens - num_tokens)
 
     def append(self, token_id: int) -> None:

@@ -110,7 +110,7 @@ class StepPlan:
             return None
         return ScheduledBatch(
             tuple(
-                ScheduledSequence(sequence, sequence.num_scheduled_tokens, num_scheduled)
+                ScheduledSequence.of(sequence, sequence.num_scheduled_tokens, num_scheduled)
                 for sequence, num_scheduled in self._scheduled.items()
             )
         )
@@ -151,7 +151,8 @@ class LatencyController:
         """
         if num_decode_tokens == 0:
             return self._max_budget
-        return min(max(self.budget, num_decode_tokens + is_more_urgent * self._min_budget), self._max_budget)
+        num_reserved = num_decode_tokens + self._min_budget if is_more_urgent else num_decode_tokens
+        return min(max(self.budget, num_reserved), self._max_budget)
 
     def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Adapt the budget to a step that took `duration_s`."""

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, KeysView
 
 from replicas.engine.sequence import Sequence
-from replicas.protocol import BANDS, Band
-from replicas.shared_rules.fair_share import fair_share
+from replicas.protocol import BANDS, Band, fair_share
 
 
 class TenantSlots:

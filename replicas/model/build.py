@@ -126,7 +126,7 @@ def _warm_up_sampling(runner: TorchModelRunner, limits: EngineLimits) -> None:
         item = batch.items[0]
         if item.samples and not batch.is_constrained:
             item.sequence.launched(item.num_tokens, item.samples)
-            _run(runner, [ScheduledBatch((ScheduledSequence(item.sequence, item.end, 1),))])
+            _run(runner, [ScheduledBatch((ScheduledSequence.of(item.sequence, item.end, 1),))])
         first.collect()
 
 

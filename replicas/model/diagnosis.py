@@ -114,8 +114,10 @@ def _cpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
 def _model_errors(loaded: LoadedModel, options: ModelOptions) -> Iterator[tuple[str, float]]:
     """Yield the error of the whole model with kernels against the model in plain torch."""
     plain = load_model(replace(options, kernel_cache_dir=None))
-    found, expected = (dry_forward(each.model, each.port, _TOKEN_IDS)[1] for each in (loaded, plain))
-    yield "the demo model", relative_error(found, expected)
+    logits, expected = (
+        dry_forward(loaded_model.model, loaded_model.port, _TOKEN_IDS)[1] for loaded_model in (loaded, plain)
+    )
+    yield "the demo model", relative_error(logits, expected)
 
 
 def _gpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
@@ -141,13 +143,15 @@ def _memory_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelMemory:
     num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     layer = AttentionLayer(0, num_kv_heads, num_kv_heads, head_size, head_size, None, None, False)
-    plain, quantized = (text.num_hidden_layers * bytes_per_token(layer, each) for each in (dtype, torch.int8))
+    plain, quantized = (
+        text.num_hidden_layers * bytes_per_token(layer, cache_dtype) for cache_dtype in (dtype, torch.int8)
+    )
     return ModelMemory(plain, quantized, choose_max_model_len(config, None))
 
 
 if __name__ == "__main__":
     try:
-        found = diagnose(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
+        result = diagnose(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
     except ModelLoadError as error:
         sys.exit(str(error))
-    print(json.dumps(asdict(found)))
+    print(json.dumps(asdict(result)))

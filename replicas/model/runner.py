@@ -159,7 +159,7 @@ class TorchModelRunner:
 
     @property
     def block_size(self) -> int:
-        """Number of token slots in a block."""
+        """Number of tokens in a block of the KV cache."""
         return self._cache.block_size
 
     @property

@@ -1,4 +1,4 @@
-"""Rules that ingresses and engines both apply: hashes of token blocks, checks of token ids, fair shares of slots.
+"""Rules that ingresses and engines both apply: hashes of token blocks, and checks of token ids.
 
 Each module stands alone. May import `replicas.errors`, `replicas.protocol`.
 """

@@ -24,8 +24,8 @@ def model_file(model: str, name: str) -> Path | None:
     """Return the path of one file of `model`, a directory or hub id; None if the model has no such file."""
     from transformers.utils import cached_file
 
-    found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+    path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else Path(path)
 
 
 def vocab_size_of(model: str) -> int | None:

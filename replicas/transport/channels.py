@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from replicas.engine.async_engine import AsyncEngine
-from replicas.engine.outbox import Outbox
+from replicas.engine.outbox import DeltaOutbox
 from replicas.errors import ReplicaLost, ServingError, as_serving_error
 from replicas.protocol import TokenDelta
 from replicas.transport.wire import WINDOW_BATCHES, ChannelId, DeltaBatch, NumberedRequest, StreamFailure
@@ -86,7 +86,7 @@ class Credits:
 
 @dataclass(slots=True)
 class _Channel:
-    outbox: Outbox = field(default_factory=Outbox)
+    outbox: DeltaOutbox = field(default_factory=DeltaOutbox)
     generating: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """Task of each stream, by the stream's number."""
     credits: Credits = field(default_factory=Credits)
@@ -113,7 +113,7 @@ class ReplicaChannels:
         self._is_lost = is_lost
         self._channels: dict[ChannelId, _Channel] = {}
 
-    async def generate(
+    async def submit(
         self, requests: Sequence[NumberedRequest], channel_id: ChannelId
     ) -> AsyncGenerator[str | StreamFailure, None]:
         """Generate requests as streams of a channel, until the channel's reader has the last delta of each one.
@@ -122,14 +122,14 @@ class ReplicaChannels:
         ended before (`ReplicaLost`; if its ingress is alive, it resumes the requests elsewhere), or there is a fault.
         Closing the generator aborts all its requests.
         """
-        channel = self._channels.get(channel_id) or self._opened(channel_id)
+        channel = self._channels.get(channel_id) or self._open(channel_id)
         ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         tasks: dict[asyncio.Task[None], int] = {}
         for number, request in requests:
             if (earlier := channel.generating.get(number)) is not None:
                 earlier.cancel()  # Serve makes a call again if it does not know that the replica has taken it.
             task = asyncio.create_task(self._engine.generate_into(request, channel.outbox, number))
-            task.add_done_callback(partial(self._ended, channel_id, channel, number))
+            task.add_done_callback(partial(self._on_stream_end, channel_id, channel, number))
             task.add_done_callback(ended.put_nowait)
             channel.generating[number], tasks[task] = task, number
         try:
@@ -159,7 +159,7 @@ class ReplicaChannels:
         Raises:
             ReplicaLost: the ingress is lost.
         """
-        channel = self._channels.get(channel_id) or self._opened(channel_id)
+        channel = self._channels.get(channel_id) or self._open(channel_id)
         if channel.deadline is not None:
             channel.deadline.cancel()
             channel.deadline = None
@@ -201,12 +201,12 @@ class ReplicaChannels:
                 return await channel.outbox.take()
         return []
 
-    def _opened(self, channel_id: ChannelId) -> _Channel:
+    def _open(self, channel_id: ChannelId) -> _Channel:
         channel = self._channels[channel_id] = _Channel()
         channel.deadline = asyncio.get_running_loop().call_later(self._waits.reader_s, self._close, channel_id, channel)
         return channel
 
-    def _ended(self, channel_id: ChannelId, channel: _Channel, number: int, task: asyncio.Task[None]) -> None:
+    def _on_stream_end(self, channel_id: ChannelId, channel: _Channel, number: int, task: asyncio.Task[None]) -> None:
         """Note the end of a stream's task. Without streams there is no wait for a reader."""
         if channel.generating.get(number) is task:
             del channel.generating[number]

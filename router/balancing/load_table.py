@@ -256,15 +256,15 @@ class LoadTable:
 
         A report tells how many requests wait on a replica. The newest ones without output count as those.
         """
-        found = []
+        in_flights = []
         for replica_id, own in self._own.items():
             load = self.load_of(replica_id) if own.unseen_tokens else None
             if load is not None and load.stats.num_waiting_by_band[band] and load.num_unused_slots(band) <= 0:
-                unseen = [each for each in reversed(own.requests) if each.band is band and not each.is_seen]
+                unseen = [request for request in reversed(own.requests) if request.band is band and not request.is_seen]
                 waiting = unseen[: load.stats.num_waiting_by_band[band]]
                 latest_s = self._heard_s(replica_id) - for_s
-                found += [each for each in waiting if each.since_s <= latest_s]
-        return found
+                in_flights += [request for request in waiting if request.since_s <= latest_s]
+        return in_flights
 
     def views(self) -> list[ReplicaView]:
         """Return a view of every known replica, sorted by id. Its cost grows with their number."""
@@ -294,7 +294,7 @@ class LoadTable:
         return self._totals.load()
 
     def block_size(self) -> int | None:
-        """Return the number of token slots in a block of any replica; None: no replica is known."""
+        """Return the number of tokens in a block of any replica; None: no replica is known."""
         return next((entry.stats.block_size for entry in self._entries.values()), None)
 
     def subscribe(self) -> set[str]:

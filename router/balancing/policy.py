@@ -62,20 +62,20 @@ class PrefixIndex:
 
         A number is left out if the same replicas hold more blocks. So each pair has replicas that no earlier one has.
         """
-        found: list[tuple[int, frozenset[str]]] = []
+        pairs: list[tuple[int, frozenset[str]]] = []
         for count, block_hash in enumerate(hashes, start=1):
             holders = self._holders.get(block_hash)
             if holders is None:
                 break
-            if found and holders is not found[-1][1]:
+            if pairs and holders is not pairs[-1][1]:
                 # Successive blocks mostly share their set of holders, or the next one's is a part of it.
-                holders = holders if holders < found[-1][1] else found[-1][1] & holders
+                holders = holders if holders < pairs[-1][1] else pairs[-1][1] & holders
                 if not holders:
                     break
-            if found and len(holders) == len(found[-1][1]):
-                found.pop()
-            found.append((count, holders))
-        return found[::-1]
+            if pairs and len(holders) == len(pairs[-1][1]):
+                pairs.pop()
+            pairs.append((count, holders))
+        return pairs[::-1]
 
     def num_blocks_held(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """Return the number of leading blocks that each replica holds without a gap; zeros are left out."""
@@ -217,14 +217,14 @@ class _Work:
     def at_most(self, tokens: float, most: int) -> list[ReplicaView]:
         """Return the candidates with at most so much work, the fewest outstanding tokens first; or `most` of them."""
         within = takewhile(lambda view: view.outstanding_tokens <= tokens, self.candidates.by_tokens())
-        found = {view.stats.replica_id: view for view in islice(within, most)}
+        views = {view.stats.replica_id: view for view in islice(within, most)}
         for count, holders in self._holders:
             for view in self._holding(holders, tokens + self._tokens(count)):
-                if len(found) >= most:
+                if len(views) >= most:
                     break
                 if self.of(view) <= tokens:
-                    found[view.stats.replica_id] = view
-        return sorted(found.values(), key=_by_tokens)
+                    views[view.stats.replica_id] = view
+        return sorted(views.values(), key=_by_tokens)
 
     def _holding(self, holders: frozenset[str], most_tokens: float) -> Iterator[ReplicaView]:
         """Yield the candidates among `holders` with at most so many outstanding tokens, the fewest first."""
@@ -242,7 +242,7 @@ class _Work:
 
 
 def _num_held(holders: list[tuple[int, frozenset[str]]], replica_id: str) -> int:
-    return next((count for count, some in holders if replica_id in some), 0)
+    return next((count for count, replica_ids in holders if replica_id in replica_ids), 0)
 
 
 def _by_tokens(view: ReplicaView) -> tuple[int, str]:

@@ -15,8 +15,8 @@ from router.balancing.load_table import InFlight, LoadTable, PollChanges
 from router.flow.admission import Admission, OutputLengths
 from router.flow.capacity_index import CapacityIndex
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
+from router.flow.placements import Placement, PlacementAccount
 from router.flow.slots import LateBinding, SlotPolicy
-from router.flow.usage import Placement, PlacementAccount
 from router.flow.wait_reasons import QueueWait, WaitClock
 from router.timeline import Timeline
 from router.types import Candidates, Outcome, Reason, RouterObserver, RoutingPolicy, RoutingRequest

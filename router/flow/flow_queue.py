@@ -76,7 +76,7 @@ class BandQueueSize:
     """Tenants with most waiting requests."""
 
 
-_Priority = tuple[int, float, int, str]
+_TurnKey = tuple[int, float, int, str]
 """Sort key of a tenant: fewest tokens first, then the tenant whose first request is first; and its name."""
 
 
@@ -88,11 +88,11 @@ class _Tenant:
     tokens: int
     queue: list[QueuedRequest] = field(default_factory=list)
     num_queued_tokens: int = 0
-    place: _Priority | None = None
-    """Place in the order of tenants: its priority, or an earlier one; None: it is in no order."""
+    place: _TurnKey | None = None
+    """Place in the order of tenants: its turn key, or an earlier one; None: it is in no order."""
 
     @property
-    def priority(self) -> _Priority:
+    def turn_key(self) -> _TurnKey:
         """Sort key of a tenant that waits."""
         return (self.tokens, *self.queue[0].order, self.name)
 
@@ -108,7 +108,7 @@ class _BandQueue:
     A poll charges many tenants, few of which are near their turn. So a charged tenant stays at its place until the
     order is read up to it.
 
-    Invariants: `_by_place` holds the places of the waiting tenants, sorted; no tenant's place is behind its priority;
+    Invariants: `_by_place` holds the places of the waiting tenants, sorted; no tenant's place is behind its turn key;
     a tenant is in `_waiting` or in `_idle`, not in both.
     """
 
@@ -116,7 +116,7 @@ class _BandQueue:
         self._waiting: dict[str, _Tenant] = {}
         self._idle: OrderedDict[str, int] = OrderedDict()
         """Counters of tenants without waiting requests, of the one used longest ago first."""
-        self._by_place: list[_Priority] = []
+        self._by_place: list[_TurnKey] = []
         self._last_floor = 0
         self._by_turn = TokensByTurn({})
         self.is_summed_up = False
@@ -214,7 +214,7 @@ class _BandQueue:
 
     def check_invariants(self) -> None:
         assert self._by_place == sorted(tenant.place for tenant in self._waiting.values() if tenant.place is not None)
-        assert all(t.queue and t.place is not None and t.place <= t.priority for t in self._waiting.values())
+        assert all(t.queue and t.place is not None and t.place <= t.turn_key for t in self._waiting.values())
         assert self._waiting.keys().isdisjoint(self._idle)
         assert len(self._idle) <= _MAX_IDLE_TENANTS
         self._take_changes()
@@ -226,12 +226,12 @@ class _BandQueue:
             self._idle.popitem(last=False)
 
     def _place(self, tenant: _Tenant) -> None:
-        """Move a tenant whose requests have changed to the place of its priority; without requests it has none."""
+        """Move a tenant whose requests have changed to the place of its turn key; without requests it has none."""
         if tenant.place is not None:
             del self._by_place[bisect_left(self._by_place, tenant.place)]
             tenant.place = None
         if tenant.queue:
-            tenant.place = tenant.priority
+            tenant.place = tenant.turn_key
             insort(self._by_place, tenant.place)
         self._changed.add(tenant.name)
 
@@ -243,7 +243,7 @@ class _BandQueue:
             if place[0] == tenant.tokens:
                 return tenant
             del self._by_place[index]
-            tenant.place = tenant.priority
+            tenant.place = tenant.turn_key
             insort(self._by_place, tenant.place, lo=index)
         return None
 

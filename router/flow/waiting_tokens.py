@@ -52,7 +52,7 @@ class SummedKeys:
     def up_to(self, key: float) -> tuple[int, int]:
         """Return the sums of the counts and of the values of the keys that are at most `key`."""
         index = bisect_right(self._starts, key) - 1
-        within = [entry for its_key, entry in self._buckets[index].items() if its_key <= key]
+        within = [entry for entry_key, entry in self._buckets[index].items() if entry_key <= key]
         count = sum(self._counts[:index]) + sum([count for count, _ in within])
         return count, sum(self._sums[:index]) + sum([value for _, value in within])
 

@@ -187,8 +187,8 @@ class Autoscaler:
         if not self._has_seen_replicas:
             return self._bounded(max(self.bounds.num_replicas, self._for_waiting(inputs, now, decided=0)))
         decided = self._needs[0][1]
-        kept = min(self._for_running(inputs), inputs.num_replicas, decided)
-        needed = max(self._for_waiting(inputs, now, decided), kept)
+        num_kept = min(self._for_running(inputs), inputs.num_replicas, decided)
+        needed = max(self._for_waiting(inputs, now, decided), num_kept)
         delay = self.settings.downscale_delay_s
         if now - self._busy_s <= max(0.0, delay.to_zero_s - delay.to_fewer_s):
             needed = max(needed, 1)

@@ -20,7 +20,7 @@ from replicas.protocol import BANDS, Band, ReplicaStats
 from replicas.timing.rates import SlidingRate
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import FlowQueue
-from router.flow.usage import ServedTokens
+from router.flow.placements import ServedTokens
 from router.scaling.autoscaling import (
     Autoscaler,
     AutoscalingSettings,

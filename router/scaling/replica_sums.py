@@ -67,12 +67,12 @@ class ReplicaSums:
 def _parts_of(load: ReplicaView) -> ReplicaParts:
     stats, num_requests = load.stats, sum(load.num_by_band)
     num_reported, num_batch = stats.num_running + stats.num_waiting, stats.num_waiting_by_band[Band.BATCH]
-    each = stats.outstanding_tokens / num_reported if stats.num_waiting else 0.0
+    tokens_per_request = stats.outstanding_tokens / num_reported if stats.num_waiting else 0.0
     return ReplicaParts(
         num_serving=1,
         num_requests=num_requests,
         num_running=sum(stats.num_running_by_band[: Band.BATCH]),
-        urgent_waiting_tokens=int(each * (stats.num_waiting - num_batch)),
-        batch_waiting_tokens=int(each * num_batch),
+        urgent_waiting_tokens=int(tokens_per_request * (stats.num_waiting - num_batch)),
+        batch_waiting_tokens=int(tokens_per_request * num_batch),
         urgent_tokens=load.outstanding_tokens * sum(load.num_by_band[: Band.BATCH]) // max(1, num_requests),
     )

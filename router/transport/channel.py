@@ -64,7 +64,7 @@ class IncomingStream:
 class Channel:
     """Channel to one replica, with its streams. Those that no replica has accepted yet are meant for it."""
 
-    def __init__(self, channel_id: ChannelId, replica_id: str, now_idle: Callable[[Channel], asyncio.TimerHandle]):
+    def __init__(self, channel_id: ChannelId, replica_id: str, on_idle: Callable[[Channel], asyncio.TimerHandle]):
         self.id = channel_id
         self.replica_id = replica_id
         self.streams: dict[int, IncomingStream] = {}
@@ -78,7 +78,7 @@ class Channel:
         self.acknowledging: asyncio.Task[None] | None = None
         self.is_stopping = False
         """True if the replica was being stopped in order when its last deltas came."""
-        self._now_idle = now_idle
+        self._on_idle = on_idle
         self._closing: asyncio.TimerHandle | None = None
 
     @property
@@ -105,7 +105,7 @@ class Channel:
         """Remove a stream; deltas of it that still come are dropped."""
         self.streams.pop(stream.number, None)
         if not self.streams and self._closing is None and self.error is None:
-            self._closing = self._now_idle(self)
+            self._closing = self._on_idle(self)
 
     def deliver(self, deltas: Iterable[PackedDelta], stats: ReplicaStats) -> None:
         """Give the deltas of a batch to their streams."""

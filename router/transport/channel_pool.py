@@ -27,6 +27,9 @@ class ChannelPool:
     and fails with them. Their deltas come through the channel to that replica, together with those of other streams.
     The end of a channel is the end of all its streams. A channel without streams is closed after a while.
 
+    `_submit` adds a request to a submission, which has `_begin` make its call when it is due. During the call the
+    submission reports each stream's replica to `_on_accepted`, and to `_on_arrived` that the next call need not wait.
+
     Invariants:
         A stream is in exactly one channel until it has ended. Once accepted, that channel leads to the replica that
         generates it.
@@ -57,8 +60,8 @@ class ChannelPool:
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one request. Closing the generator aborts the request."""
-        with self._registered(request.request_id, ranking[0]) as stream:
-            submission = self._submitted(stream, request, ranking)
+        with self._register(request.request_id, ranking[0]) as stream:
+            submission = self._submit(stream, request, ranking)
             try:
                 is_finished = False
                 while not is_finished:
@@ -91,7 +94,7 @@ class ChannelPool:
         assert set(self._current.values()) <= set(self._channels.values())
 
     @contextmanager
-    def _registered(self, request_id: str, replica_id: str) -> Iterator[IncomingStream]:
+    def _register(self, request_id: str, replica_id: str) -> Iterator[IncomingStream]:
         channel = self._current.get(replica_id)
         if channel is None:
             channel = self._open(replica_id, ChannelId(self._ingress_id, next(self._numbers)))
@@ -102,39 +105,39 @@ class ChannelPool:
         finally:
             stream.channel.remove(stream)
 
-    def _submitted(self, stream: IncomingStream, request: GenerateRequest, ranking: list[str]) -> Submission:
+    def _submit(self, stream: IncomingStream, request: GenerateRequest, ranking: list[str]) -> Submission:
         """Submit a request, together with others that are sent to the replica now or, for batch requests, soon."""
         channel = stream.channel
         submission = self._unsent.get(channel)
         if submission is not None and not submission.has_room_for(request):
-            self._begin(submission, channel)
+            self._begin(channel, submission)
             submission = None
         if submission is None:
-            submission = self._unsent[channel] = Submission(self._transport, ranking, channel.id, self._limits)
+            begin = partial(self._begin, channel)
+            submission = Submission(self._transport, ranking, channel.id, self._limits, begin)
+            self._unsent[channel] = submission
         submission.add(stream, request)
-        self._begin_within(self._batching_delay_s(channel) if request.band is Band.BATCH else 0.0, submission, channel)
+        submission.begin_within(self._batching_delay_s(channel) if request.band is Band.BATCH else 0.0)
         return submission
 
     def _batching_delay_s(self, channel: Channel) -> float:
         is_behind = channel in self._on_way.values()
         return self._limits.batching_delay_in_flight_s if is_behind else self._limits.batching_delay_s
 
-    def _begin_within(self, wait_s: float, submission: Submission, channel: Channel) -> None:
-        submission.begin_within(wait_s, partial(self._begin, submission, channel))
-
-    def _begin(self, submission: Submission, channel: Channel) -> None:
+    def _begin(self, channel: Channel, submission: Submission) -> None:
+        """Begin the call of a submission; the channel's next request begins another one."""
         if self._unsent.get(channel) is submission:
             del self._unsent[channel]
-        if submission.begin(self._accepted, partial(self._arrived, submission, channel)):
+        if submission.call(self._on_accepted, partial(self._on_arrived, channel, submission)):
             self._on_way[submission] = channel
 
-    def _arrived(self, submission: Submission, channel: Channel) -> None:
+    def _on_arrived(self, channel: Channel, submission: Submission) -> None:
         """Note that a replica has taken a submission, or that it has failed; the next one no longer waits for it."""
         self._on_way.pop(submission, None)
         if (waiting := self._unsent.get(channel)) is not None:
-            self._begin_within(self._batching_delay_s(channel), waiting, channel)
+            waiting.begin_within(self._batching_delay_s(channel))
 
-    def _accepted(self, stream: IncomingStream, replica_id: str) -> None:
+    def _on_accepted(self, stream: IncomingStream, replica_id: str) -> None:
         """Note the replica that generates a stream: from now on the stream ends with the channel to it."""
         stream.is_accepted = True
         channel = meant = stream.channel
@@ -144,7 +147,7 @@ class ChannelPool:
         channel.add(stream)
 
     def _open(self, replica_id: str, channel_id: ChannelId) -> Channel:
-        channel = Channel(channel_id, replica_id, self._now_idle)
+        channel = Channel(channel_id, replica_id, self._on_idle)
         self._channels[replica_id, channel_id] = channel
         self._current.setdefault(replica_id, channel)
         channel.reading = asyncio.create_task(self._read(channel))
@@ -180,7 +183,7 @@ class ChannelPool:
         finally:
             channel.acknowledging = None
 
-    def _now_idle(self, channel: Channel) -> asyncio.TimerHandle:
+    def _on_idle(self, channel: Channel) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(self._limits.idle_s, self._close_idle, channel)
 
     def _close_idle(self, channel: Channel) -> None:

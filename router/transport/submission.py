@@ -68,11 +68,20 @@ class Submission:
     that has not ended is aborted by another call.
     """
 
-    def __init__(self, transport: ChannelTransport, ranking: list[str], channel_id: ChannelId, limits: ChannelLimits):
+    def __init__(
+        self,
+        transport: ChannelTransport,
+        ranking: list[str],
+        channel_id: ChannelId,
+        limits: ChannelLimits,
+        on_due: Callable[[Submission], None],
+    ) -> None:
+        """`on_due` is called with the submission when its call is to begin."""
         self._transport = transport
         self._ranking = ranking
         self._channel_id = channel_id
         self._limits = limits
+        self._on_due = on_due
         self._requests: dict[int, GenerateRequest] = {}
         """Requests that the call has not sent, by the numbers of their streams."""
         self._num_tokens = 0
@@ -103,26 +112,27 @@ class Submission:
         self._streams[stream.number] = stream
         self._num_tokens += _num_tokens(request)
 
-    def begin_within(self, wait_s: float, begin: Callable[[], None]) -> None:
-        """Call `begin` when the first request has waited for `wait_s`, unless an earlier time has been set."""
+    def begin_within(self, wait_s: float) -> None:
+        """Have the call begin when the first request has waited for `wait_s`, unless an earlier time has been set."""
         begins_s = self._created_s + wait_s
         if begins_s < self._begins_s:
             if self._beginning is not None:
                 self._beginning.cancel()
-            self._beginning, self._begins_s = asyncio.get_running_loop().call_at(begins_s, begin), begins_s
+            self._beginning = asyncio.get_running_loop().call_at(begins_s, self._on_due, self)
+            self._begins_s = begins_s
 
-    def begin(self, accepted: Callable[[IncomingStream, str], None], arrived: Callable[[], None]) -> bool:
+    def call(self, on_accepted: Callable[[IncomingStream, str], None], on_arrived: Callable[[], None]) -> bool:
         """Begin the call; return False if there is none, as all readers have left.
 
-        `accepted` is called with each stream and its replica. `arrived` is called when a replica has taken the
+        `on_accepted` is called with each stream and its replica. `on_arrived` is called when a replica has taken the
         requests, and at the end of the call.
         """
         if self._beginning is not None:
             self._beginning.cancel()
             self._beginning = None
         if self._streams:
-            self._calling = asyncio.create_task(self._call(accepted, arrived))
-            self._calling.add_done_callback(partial(self._ended, arrived))
+            self._calling = asyncio.create_task(self._run(on_accepted, on_arrived))
+            self._calling.add_done_callback(partial(self._on_end, on_arrived))
         return self._calling is not None
 
     def leave(self, stream: IncomingStream) -> None:
@@ -139,7 +149,7 @@ class Submission:
                 if task is not None:
                     task.cancel()
 
-    async def _call(self, accepted: Callable[[IncomingStream, str], None], arrived: Callable[[], None]) -> None:
+    async def _run(self, on_accepted: Callable[[IncomingStream, str], None], on_arrived: Callable[[], None]) -> None:
         """Submit the requests and watch over the call; an error ends their streams."""
         requests = list(self._requests.items())
         self._requests.clear()
@@ -151,8 +161,8 @@ class Submission:
                     else:
                         self._replica_id = answer
                         for stream in list(self._streams.values()):
-                            accepted(stream, answer)
-                        arrived()
+                            on_accepted(stream, answer)
+                        on_arrived()
                         self._abort()
         except Exception as error:  # given to the streams' readers, which raise it
             self._fail(error, *self._streams)
@@ -162,9 +172,9 @@ class Submission:
         await asyncio.sleep(self._limits.last_delta_s)
         self._fail(ReplicaLost("the last tokens of the replica did not arrive", has_died=False), *self._streams)
 
-    def _ended(self, arrived: Callable[[], None], _: asyncio.Task[None]) -> None:
+    def _on_end(self, on_arrived: Callable[[], None], _: asyncio.Task[None]) -> None:
         self._calling = None  # A cancelled task refers to its frame, which refers to this object.
-        arrived()
+        on_arrived()
 
     def _fail(self, error: Exception, *numbers: int) -> None:
         for number in numbers:

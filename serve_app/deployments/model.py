@@ -67,7 +67,7 @@ class Model:
         gc.collect()
         gc.freeze()
 
-    async def generate(
+    async def submit(
         self, requests: Sequence[NumberedRequest], channel_id: ChannelId, ranking: Sequence[str] = ()
     ) -> AsyncGenerator[str | StreamFailure, None]:
         """Generate requests as streams of a channel. Yields this replica's id, then the streams that fail.
@@ -75,7 +75,7 @@ class Model:
         It ends with the last stream. `ranking` is for `RankedRouter`, which has already used it to choose this replica.
         """
         self._ingresses.heartbeat(channel_id.ingress_id)
-        async with aclosing(self._channels.generate(requests, channel_id)) as answers:
+        async with aclosing(self._channels.submit(requests, channel_id)) as answers:
             async for answer in answers:
                 yield answer
 
@@ -91,7 +91,7 @@ class Model:
         self._channels.abort(channel_id, numbers)
         return True
 
-    async def deltas(
+    async def read(
         self, replica_id: str, channel_id: ChannelId, ranking: Sequence[str] = ()
     ) -> AsyncGenerator[DeltaBatch, None]:
         """Yield the deltas of a channel's streams, no faster than the ingress acknowledges them.

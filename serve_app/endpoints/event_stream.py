@@ -66,7 +66,7 @@ class EventStream(Response):
     async def _run(self, sender: _Sender) -> None:
         try:
             # Leave the generation before the last events are sent: a client that does not read would keep its slot.
-            async with self._service.start(self._prepared) as deltas, self._exchange.cancellation.within():
+            async with self._service.streams(self._prepared) as deltas, self._exchange.cancellation.within():
                 async for item in deltas:
                     opening = self._written(self._prepared.format.opening(item.index))
                     self._prepared.progress.add(item)

@@ -264,9 +264,9 @@ class CompletionService:
         """Return the room that flow control has left for the completion's tenant in its band."""
         return self._dispatcher.headroom(prepared.requests[0].band, prepared.requests[0].tenant)
 
-    def start(self, prepared: PreparedCompletion) -> Deltas:
-        """Start all sequences and return their deltas; leaving the context aborts the unfinished sequences."""
-        deltas = read_together(self._dispatcher.start(prepared.requests, prepared.timelines))
+    def streams(self, prepared: PreparedCompletion) -> Deltas:
+        """Return the deltas of all sequences. The first read starts them; leaving the context aborts the unfinished."""
+        deltas = read_together(self._dispatcher.streams(prepared.requests, prepared.timelines))
         return deltas if self._meter is None else self._metered(self._meter, prepared, deltas)
 
     @contextlib.asynccontextmanager
@@ -317,7 +317,7 @@ class CompletionService:
     async def _deltas(self, prepared: PreparedCompletion) -> list[TokenDelta]:
         """Run the completion and return one merged delta for each sequence."""
         deltas: Sequence[list[TokenDelta]] = [[] for _ in prepared.requests]
-        async with self.start(prepared) as arriving:
+        async with self.streams(prepared) as arriving:
             async for item in arriving:
                 prepared.progress.add(item)
                 deltas[item.index].append(item.delta)

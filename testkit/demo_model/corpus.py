@@ -98,7 +98,7 @@ def without_near_duplicates(training: list[SourceFile], held_out: tuple[SourceFi
     for index, lines in enumerate(held_lines):
         for line in lines:
             owners[line].add(index)
-    kept = []
+    kept_files = []
     for file in training:
         lines = long_lines(file.text)
         shared = [0] * len(held_out)
@@ -107,8 +107,8 @@ def without_near_duplicates(training: list[SourceFile], held_out: tuple[SourceFi
                 shared[index] += 1
         limits = [NEAR_DUPLICATE_SHARE * min(len(lines), len(held)) for held in held_lines]
         if all(count <= limit for count, limit in zip(shared, limits, strict=True)):
-            kept.append(file)
-    return kept
+            kept_files.append(file)
+    return kept_files
 
 
 def long_lines(text: str) -> set[str]:

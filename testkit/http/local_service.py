@@ -45,6 +45,7 @@ from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
 from serve_app.tracing.tracer import Tracer
+from testkit.engine.single_stream import generate
 from testkit.http.api import serving
 from testkit.http.memory_jobs import LocalJobsClient
 
@@ -59,7 +60,7 @@ class LocalReplicaClient:
         self._engine, self._card = engine, card
 
     def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
-        return self._engine.generate(request)
+        return generate(self._engine, request)
 
     async def poll_stats(self) -> list[ReplicaStats]:
         return [self._engine.stats()]

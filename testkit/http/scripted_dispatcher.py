@@ -169,7 +169,7 @@ class FakeDispatcher:
     drained: list[str] = field(default_factory=list)
     queued: dict[Band, dict[str, TenantQueue]] = field(default_factory=dict)
 
-    def start(
+    def streams(
         self, requests: Sequence[GenerateRequest], timelines: Sequence[Timeline] = ()
     ) -> list[AsyncGenerator[TokenDelta, None]]:
         timelines = timelines or [Timeline(time.monotonic()) for _ in requests]

@@ -164,7 +164,7 @@ def sample(
     logits: torch.Tensor, sequences: Iterable[Sequence], eos_token_ids: frozenset[int] = frozenset()
 ) -> list[ItemResult]:
     """Return the next token of each sequence from its row of logits, with the log probabilities it asks for."""
-    items = [ScheduledSequence(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
+    items = [ScheduledSequence.of(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
     to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
     sampler = Sampler(items, eos_token_ids, logits.shape[1], to_device)
     launched = sampler.launch(logits, None, to_device.send(logits.device), to_host)

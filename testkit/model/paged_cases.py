@@ -144,7 +144,7 @@ def attention_outputs(
     for part, scales in cache[0].parts:
         (part if scales is None else scales).fill_(torch.nan)
     owners = sequences([end for _, end in case.chunks], case.block_size, case.num_blocks)
-    earlier = [ScheduledSequence(owner, 0, start) for owner, (start, _) in zip(owners, case.chunks, strict=True)]
+    earlier = [ScheduledSequence.of(owner, 0, start) for owner, (start, _) in zip(owners, case.chunks, strict=True)]
     known = [each for each in zip(earlier, drawn, strict=True) if each[0].num_tokens > 0]
     if known and computes_earlier:
         _attend(case, attention, cache, known, scoring)
@@ -153,7 +153,7 @@ def attention_outputs(
             slots = build_inputs([item], case.block_size, device).slots
             cache[0].write(slots, numbers.keys[: item.end], numbers.values[: item.end])
     items = [
-        ScheduledSequence(owner, start, end - start) for owner, (start, end) in zip(owners, case.chunks, strict=True)
+        ScheduledSequence.of(owner, start, end - start) for owner, (start, end) in zip(owners, case.chunks, strict=True)
     ]
     output = _attend(case, attention, cache, list(zip(items, drawn, strict=True)), scoring)
     return torch.split(output, [item.num_tokens for item in items])

@@ -43,10 +43,10 @@ class ChannelWorld:
         faults = asyncio.create_task(self.inject_faults())
         await asyncio.gather(*(self.one_ingress() for _ in range(self.rng.randrange(1, 4))))
         faults.cancel()
-        await until(lambda: all(each.is_whole for each in self.replicas.values()))
-        for each in self.everywhere:
-            each.check_invariants()
-            await each.close()
+        await until(lambda: all(replica.is_whole for replica in self.replicas.values()))
+        for replica in self.everywhere:
+            replica.check_invariants()
+            await replica.close()
 
     async def one_ingress(self) -> None:
         self.num_ingresses += 1
@@ -60,8 +60,8 @@ class ChannelWorld:
         if self.rng.random() < 0.3:
             await asyncio.sleep(self.rng.random() * 0.1)
             client.transport.is_cut = True
-            for each in clients:
-                each.cancel()
+            for task in clients:
+                task.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
         client.pool.check_invariants()
         assert not client.pool.serving()
@@ -70,9 +70,9 @@ class ChannelWorld:
             for replica in self.everywhere:
                 replica.lost_ingresses.add(ingress_id)
         else:
-            for each in clients:
-                if not each.cancelled():
-                    each.result()
+            for task in clients:
+                if not task.cancelled():
+                    task.result()
         polling.cancel()
 
     async def one_client(self, dispatcher: Dispatcher, number: int) -> None:
@@ -88,7 +88,7 @@ class ChannelWorld:
         is_slow = rng.random() < 0.3
         got: list[int] = []
         with contextlib.suppress(NoReplicaAvailable, RequestQuarantined):
-            [stream] = dispatcher.start([asked])
+            [stream] = dispatcher.streams([asked])
             async with asyncio.timeout(LIMIT_S), aclosing(stream):
                 async for delta in stream:
                     got += delta.token_ids

@@ -94,7 +94,7 @@ class World:
         self.dispatcher = Dispatcher(self.client, self.flow, self.observer, settings, unix_clock=self.clock.unix)
 
     def stream(self, request: GenerateRequest, timeline: Timeline | None = None) -> AsyncGenerator[TokenDelta, None]:
-        [stream] = self.dispatcher.start([request], () if timeline is None else [timeline])
+        [stream] = self.dispatcher.streams([request], () if timeline is None else [timeline])
         return stream
 
     async def read_all(self, requests: Sequence[GenerateRequest]) -> list[Outcome]:

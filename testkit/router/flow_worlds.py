@@ -12,7 +12,7 @@ from router.balancing.load_table import LoadTable
 from router.balancing.policy import LeastTokens
 from router.flow.flow_control import FlowController, FlowLimits, SampleGroup
 from router.flow.flow_queue import BandLimits
-from router.flow.usage import Placement
+from router.flow.placements import Placement
 from router.timeline import Timeline
 from testkit.router.simulated_replicas import FakeObserver, request
 from testkit.router.simulated_time import settle_down, simulated_clock

@@ -52,7 +52,7 @@ class LocalReplica:
         self.num_batches = 0
         self.engine.start()
 
-    async def deltas(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
+    async def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
         if replica_id == self.replica_id:
             async with aclosing(self.channels.read(channel_id)) as batches:
                 async for batch in batches:
@@ -137,7 +137,7 @@ class LocalTransport:
         self.submitted.append(requests)
         return self._called(
             [name for name in (*ranking, *self.replicas) if name not in self.refused],
-            lambda replica: replica.channels.generate(requests, channel_id),
+            lambda replica: replica.channels.submit(requests, channel_id),
         )
 
     async def abort(self, replica_id: str, channel_id: ChannelId, numbers: Sequence[int]) -> None:
@@ -157,7 +157,7 @@ class LocalTransport:
         replica.channels.acknowledge(channel_id, num_batches)
 
     def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
-        return self._called([replica_id, *self.replicas], lambda replica: replica.deltas(replica_id, channel_id), True)
+        return self._called([replica_id, *self.replicas], lambda replica: replica.read(replica_id, channel_id), True)
 
     async def _called(
         self, ranking: list[str], make: Callable[[LocalReplica], AsyncGenerator[Any, None]], is_read: bool = False
@@ -165,12 +165,14 @@ class LocalTransport:
         if not is_read:
             await self.is_open.wait()
             await asyncio.sleep(self.submit_s)
-        found = [self.replicas[name] for name in ranking if name in self.replicas and not self.replicas[name].is_dead]
-        if not found:
+        replicas = [
+            self.replicas[name] for name in ranking if name in self.replicas and not self.replicas[name].is_dead
+        ]
+        if not replicas:
             raise NoReplicaAvailable("no replica lives")
-        task, results = found[0].begin(lambda: make(found[0]))
+        task, results = replicas[0].begin(lambda: make(replicas[0]))
         if is_read:
-            found[0].reads.append(task)
+            replicas[0].reads.append(task)
         try:
             while (item := await results.get()) is not _END:
                 if isinstance(item, ServingError):
@@ -194,7 +196,7 @@ class LocalChannelClient:
         return self.pool.generate(request, ranking)
 
     async def poll_stats(self) -> list[ReplicaStats]:
-        return [each.engine.stats() for each in self.replicas.values() if not each.is_dead]
+        return [replica.engine.stats() for replica in self.replicas.values() if not replica.is_dead]
 
     async def poll_metrics(self) -> list[EngineMetrics]:
         return []
@@ -213,18 +215,18 @@ async def running_channels(
 ) -> AsyncIterator[tuple[LocalChannelClient, list[LocalReplica]]]:  # fmt: skip
     """One ingress and its replicas. At the end, no stream is left and every block of living replicas is free."""
     replicas = [LocalReplica(f"replica-{n}", coalescing, waits) for n in range(num_replicas)]
-    client = LocalChannelClient("ingress", {each.replica_id: each for each in replicas}, limits)
+    client = LocalChannelClient("ingress", {replica.replica_id: replica for replica in replicas}, limits)
     try:
         yield client, replicas
-        await until(lambda: all(each.is_whole for each in replicas if not each.is_dead))
+        await until(lambda: all(replica.is_whole for replica in replicas if not replica.is_dead))
         client.pool.check_invariants()
         assert not client.pool.serving()
         await until(lambda: not calls_of_submissions())
-        for each in replicas:
-            each.check_invariants()
+        for replica in replicas:
+            replica.check_invariants()
     finally:
-        for each in replicas:
-            await each.close()
+        for replica in replicas:
+            await replica.close()
 
 
 def calls_of_submissions() -> list[asyncio.Task[None]]:
@@ -234,7 +236,7 @@ def calls_of_submissions() -> list[asyncio.Task[None]]:
 
 async def until_gone(replica: LocalReplica) -> None:
     """Return when the replica has no request `gone` any more."""
-    await until(lambda: not any(stream_id.startswith("gone") for stream_id in replica.engine._mailboxes))
+    await until(lambda: not any(request_id.startswith("gone") for request_id in replica.engine._mailboxes))
 
 
 async def read(client: LocalChannelClient, asked: GenerateRequest, ranking: str = "replica-0") -> list[TokenDelta]:

@@ -6,8 +6,7 @@ import random
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from replicas.protocol import Band, GenerateRequest
-from replicas.shared_rules.fair_share import fair_share
+from replicas.protocol import Band, GenerateRequest, fair_share
 from router.balancing.hash_ring import CIRCLE, distance, points_of, position_of
 from router.balancing.policy import PrefixIndex
 from router.flow.flow_queue import FlowQueue, QueuedRequest

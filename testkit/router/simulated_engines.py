@@ -157,31 +157,31 @@ class EngineClient:
     """
 
     def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
-        self.engines = {each.replica_id: each for each in engines}
+        self.engines = {engine.replica_id: engine for engine in engines}
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one request."""
-        found = next((self.engines[replica_id] for replica_id in ranking if replica_id in self.engines), None)
-        if found is None:
+        engine = next((self.engines[replica_id] for replica_id in ranking if replica_id in self.engines), None)
+        if engine is None:
             raise NoReplicaAvailable("no engine of the ranking is there")
-        async with aclosing(found.generate(request)) as deltas:
+        async with aclosing(engine.generate(request)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def poll_stats(self) -> list[ReplicaStats]:
         """Return the load of all engines."""
-        return [each.stats() for each in self.engines.values()]
+        return [engine.stats() for engine in self.engines.values()]
 
     async def poll_metrics(self) -> list[EngineMetrics]:
         """Return the metrics of all engines."""
-        return [each.metrics() for each in self.engines.values()]
+        return [engine.metrics() for engine in self.engines.values()]
 
     async def drain(self, replica_id: str) -> bool:
         """Have an engine refuse new requests."""
-        found = self.engines.get(replica_id)
-        if found is not None:
-            found.drain()
-        return found is not None
+        engine = self.engines.get(replica_id)
+        if engine is not None:
+            engine.drain()
+        return engine is not None
 
     async def describe(self) -> ModelCard:
         """Refuse: engines have no model."""

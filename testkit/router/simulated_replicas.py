@@ -294,7 +294,8 @@ class FakeReplica:
 
     def stats(self) -> ReplicaStats:
         by_band = [
-            [sum(r.band is band for r in some.values()) for band in Band] for some in (self.running, self.waiting)
+            [sum(r.band is band for r in requests.values()) for band in Band]
+            for requests in (self.running, self.waiting)
         ]
         here = [*self.running.values(), *self.waiting.values()]
         by_ingress = [

@@ -1,4 +1,7 @@
-"""The paged KV cache: blocks of token slots for each layer.
+"""The paged KV cache: blocks of KV slots for each layer.
+
+In this folder and in `batch`, a slot is the place of one token's key and value in the cache, as in vLLM's slot mapping.
+Elsewhere it is the place of a sequence in the running batch.
 
 Keys and values in 8 bits have one scale for each token and KV head. A token's numbers therefore depend on the token
 alone. With one scale for a block, they would depend on the tokens that come into the block later, and on the chunks in
@@ -100,10 +103,10 @@ def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _read(numbers: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    found = _movable(numbers).index_select(0, blocks).view(numbers.dtype)
+    stored = _movable(numbers).index_select(0, blocks).view(numbers.dtype)
     if scales is None:
-        return found
-    return (found.float() * scales.index_select(0, blocks).transpose(1, 2)[..., None]).to(dtype)
+        return stored
+    return (stored.float() * scales.index_select(0, blocks).transpose(1, 2)[..., None]).to(dtype)
 
 
 def _movable(numbers: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def dummy_item(start: int, num_tokens: int, block_size: int, params: SamplingPar
     end = start + num_tokens
     sequence = Sequence(GenerateRequest("scratch", (0,) * end, params), arrival_s=0.0, deadline_s=None, arrival_index=0)
     sequence.block_table = [0] * -(-end // block_size)
-    return ScheduledSequence(sequence, start, num_tokens)
+    return ScheduledSequence.of(sequence, start, num_tokens)
 
 
 def batches_of_every_kind(max_num_seqs: int, block_size: int) -> list[ScheduledBatch]:

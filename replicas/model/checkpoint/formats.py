@@ -102,18 +102,18 @@ class Weights:
         plain = sum(tensor.num_values for tensor in self.plain.values())
         return plain + sum(math.prod(weight.layout.shape) for weight in self.quantized.values())
 
-    def description(self, dtype: str, kept: Collection[str] = ()) -> str:
+    def description(self, dtype: str, kept_names: Collection[str] = ()) -> str:
         """Return the formats of the weights and what becomes of them in a replica that computes in `dtype`.
 
-        `kept` are the names of weights that keep their bits.
+        `kept_names` are the names of weights that keep their bits.
         """
         if self.quantization is None:
             return dtype
         names = " and ".join(sorted({f"{weight.layout.bits}-bit" for weight in self.quantized.values()}))
         become = f"dequantized to {dtype}"
-        if kept:
-            rest = len(self.quantized) - len(kept)
-            bits = sorted({self.quantized[name].layout.bits for name in kept})
+        if kept_names:
+            rest = len(self.quantized) - len(kept_names)
+            bits = sorted({self.quantized[name].layout.bits for name in kept_names})
             become = f"kept in {' or '.join(map(str, bits))} bits" + (
                 f", {rest} of {len(self.quantized)} {become}" if rest else ""
             )
@@ -141,28 +141,32 @@ def find_weights(tensors: Mapping[str, StoredTensor], quantization: Quantization
 
 
 def _find_quantized(tensors: Mapping[str, StoredTensor], quantization: Quantization) -> dict[str, QuantizedWeight]:
-    found = [
-        _quantized_weight(name.removesuffix(each.numbers), each, tensors, quantization)
-        for each in quantization.formats
+    weights = [
+        _quantized_weight(name.removesuffix(weight_format.numbers), weight_format, tensors, quantization)
+        for weight_format in quantization.formats
         for name, tensor in tensors.items()
-        if name.endswith(each.numbers) and tensor.dtype in each.dtypes
+        if name.endswith(weight_format.numbers) and tensor.dtype in weight_format.dtypes
     ]
-    return {weight.name: weight for weight in found}
+    return {weight.name: weight for weight in weights}
 
 
 def _quantized_weight(
-    prefix: str, found: Format, tensors: Mapping[str, StoredTensor], quantization: Quantization
+    prefix: str, weight_format: Format, tensors: Mapping[str, StoredTensor], quantization: Quantization
 ) -> QuantizedWeight:
-    suffixes = (found.numbers, *found.required, *found.optional)
+    suffixes = (weight_format.numbers, *weight_format.required, *weight_format.optional)
     parts = {suffix: tensors[prefix + suffix] for suffix in suffixes if prefix + suffix in tensors}
-    missing = [suffix for suffix in found.required if suffix not in parts]
+    missing = [suffix for suffix in weight_format.required if suffix not in parts]
     if missing:
-        raise ModelLoadError(f"{prefix}{found.numbers} lacks its {', '.join(prefix + suffix for suffix in missing)}")
+        raise ModelLoadError(
+            f"{prefix}{weight_format.numbers} lacks its {', '.join(prefix + suffix for suffix in missing)}"
+        )
     try:
-        layout = found.layout(parts, quantization)
+        layout = weight_format.layout(parts, quantization)
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ModelLoadError(f"{prefix}{found.numbers} cannot be read as {found.name}: {error}") from error
-    return QuantizedWeight(prefix + found.dense, found, parts, layout)
+        raise ModelLoadError(
+            f"{prefix}{weight_format.numbers} cannot be read as {weight_format.name}: {error}"
+        ) from error
+    return QuantizedWeight(prefix + weight_format.dense, weight_format, parts, layout)
 
 
 def is_kept(weight: QuantizedWeight) -> bool:
@@ -231,7 +235,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     if (config.get("transform_config") or {}).get("config_groups"):
         raise _Unsupported("transforms of activations")
     weights = [group["weights"] for group in groups if group.get("weights")]
-    blocks = {tuple(each["block_structure"]) for each in weights if each.get("strategy") == "block"}
+    blocks = {tuple(weight["block_structure"]) for weight in weights if weight.get("strategy") == "block"}
     if len(blocks) > 1:
         raise _Unsupported("blocks of several sizes")
     inputs = [group["input_activations"] for group in groups if group.get("input_activations")]
@@ -239,7 +243,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
         "compressed-tensors",
         (_PACKED, _SCALED),
         block=blocks.pop() if blocks else None,
-        needs_zero_points=bool(weights) and not any(each.get("symmetric", True) for each in weights),
+        needs_zero_points=bool(weights) and not any(weight.get("symmetric", True) for weight in weights),
         activations=f"{inputs[0]['num_bits']}-bit {inputs[0].get('type', 'int')}" if inputs else None,
     )
 
@@ -299,9 +303,9 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
 }
 
 
-def _expect(name: str, found: tuple[int, ...], *expected: tuple[int, ...]) -> None:
-    if found not in expected:
-        raise ValueError(f"{name} has the shape {list(found)}; expected {' or '.join(str(list(e)) for e in expected)}")
+def _expect(name: str, shape: tuple[int, ...], *expected: tuple[int, ...]) -> None:
+    if shape not in expected:
+        raise ValueError(f"{name} has the shape {list(shape)}; expected {' or '.join(str(list(e)) for e in expected)}")
 
 
 def _matrix(name: str, tensor: StoredTensor) -> tuple[int, int]:
@@ -395,7 +399,7 @@ _GGUF_BITS = {".weight_nibbles": 4, ".weight_codes": 4, ".weight_numbers": 8}
 
 
 def _gguf_layout(parts: Parts, _: Quantization) -> Layout:
-    suffix = next(each for each in _GGUF_BITS if each in parts)
+    suffix = next(name for name in _GGUF_BITS if name in parts)
     bits = _GGUF_BITS[suffix]
     num_outputs, num_bytes = _matrix(suffix, parts[suffix])
     rows, num_groups = _matrix("weight_scale", parts[".weight_scale"])

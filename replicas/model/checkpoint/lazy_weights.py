@@ -42,8 +42,10 @@ class WeightReader:
     def lazy(self) -> dict[str, LazyWeight]:
         """Return all weights by name. Quantized ones are read as dense ones of the reader's dtype."""
         plain, quantized = self._weights.plain, self._weights.quantized
-        found = {name: LazyWeight(partial(self._read, name, tensor)) for name, tensor in plain.items()}
-        return found | {name: LazyWeight(partial(self._read_dense, weight)) for name, weight in quantized.items()}
+        plain_weights = {name: LazyWeight(partial(self._read, name, tensor)) for name, tensor in plain.items()}
+        return plain_weights | {
+            name: LazyWeight(partial(self._read_dense, weight)) for name, weight in quantized.items()
+        }
 
     def quantized(self, weight: QuantizedWeight) -> QuantizedLinear:
         """Read a quantized weight."""
@@ -59,5 +61,5 @@ class WeightReader:
         with self._lock:
             if tensor.file not in self._opened:
                 self._opened[tensor.file] = safe_open(tensor.file, framework="pt")
-        found: Tensor = self._opened[tensor.file].get_tensor(name)
-        return found
+        values: Tensor = self._opened[tensor.file].get_tensor(name)
+        return values

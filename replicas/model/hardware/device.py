@@ -66,4 +66,5 @@ def choose_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def cache_dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a KV cache's dtype for people: fp8, or torch's."""
-    return next((name for name, each in _CACHE_DTYPES.items() if each == dtype), str(dtype).removeprefix("torch."))
+    names = (name for name, cache_dtype in _CACHE_DTYPES.items() if cache_dtype == dtype)
+    return next(names, str(dtype).removeprefix("torch."))

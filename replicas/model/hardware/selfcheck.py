@@ -13,17 +13,17 @@ WHOLE_MODEL = 2.0
 """Factor of the tolerances for a whole model, because rounding errors add up over layers."""
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(output: Tensor, expected: Tensor) -> float:
     """Return the largest error of a row [..., size]: the norm of its difference over the norm of the expected row.
 
     The error is infinite if shape or dtype differ, and NaN if some number is NaN.
     """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+    if output.shape != expected.shape or output.dtype != expected.dtype:
         return float("inf")
-    if found.numel() == 0:
+    if output.numel() == 0:
         return 0.0
-    found, expected = found.float(), expected.float()
-    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+    output, expected = output.float(), expected.float()
+    return float(((output - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
 def find_fault(errors: Iterable[tuple[str, float]], dtype: torch.dtype, scale: float = 1.0) -> str | None:

@@ -110,11 +110,11 @@ def _sum(
     numbers: Tensor, dims: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     chosen = sorted({dim % numbers.dim() for dim in dims or range(numbers.dim())})
-    kept = [dim for dim in range(numbers.dim()) if dim not in chosen]
-    rows = numbers.permute(*kept, *chosen).reshape(*(numbers.shape[dim] for dim in kept), -1)
+    other_dims = [dim for dim in range(numbers.dim()) if dim not in chosen]
+    rows = numbers.permute(*other_dims, *chosen).reshape(*(numbers.shape[dim] for dim in other_dims), -1)
     sums = sum_rows(rows.reshape(-1, rows.shape[-1])).to(dtype or numbers.dtype)
     shape = [1 if dim in chosen else size for dim, size in enumerate(numbers.shape)]
-    return sums.view(shape if keepdim else [numbers.shape[dim] for dim in kept])
+    return sums.view(shape if keepdim else [numbers.shape[dim] for dim in other_dims])
 
 
 def _mean(

@@ -82,7 +82,7 @@ def _stack(layers: Sequence[FusedLayer]) -> _Stack | None:
             (
                 layer.heads.num_query_heads,
                 layer.heads.num_kv_heads,
-                *((each.out_features, each.in_features) for each in linears),
+                *((linear.out_features, linear.in_features) for linear in linears),
             )
         )
     epsilons = {norm.epsilon for layer in layers for norm in _norms(layer)}

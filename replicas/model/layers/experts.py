@@ -102,17 +102,17 @@ def replace_experts(model: nn.Module, linear: ExpertLinear) -> str | None:
 
     After a fault the model has its own experts.
     """
-    found = [
+    replacements = [
         (parent, name, child, FusedExperts(child, linear))
         for parent in model.modules()
         for name, child in parent.named_children()
         if _are_experts(child)
     ]
-    for _, _, original, fused in found:
+    for _, _, original, fused in replacements:
         fault = find_fault(_errors(original, fused), fused.layer("down_proj").weights.dtype)
         if fault is not None:
             return fault
-    for parent, name, _, fused in found:
+    for parent, name, _, fused in replacements:
         setattr(parent, name, fused)
     return None
 
@@ -129,6 +129,6 @@ def _errors(original: Any, fused: FusedExperts) -> Iterator[tuple[str, float]]:
     size = fused.layer("down_proj").out_size
     hidden = torch.randn(_NUM_TRIAL_TOKENS, size, generator=generator).to(device, dtype)
     scores = torch.rand(_NUM_TRIAL_TOKENS, original.num_experts, generator=generator)
-    weights, index = (some.to(device) for some in scores.topk(min(3, original.num_experts)))
-    found, expected = (experts(hidden, index, weights.to(dtype)) for experts in (fused, original))
-    yield "the experts", relative_error(found, expected)
+    weights, index = (tensor.to(device) for tensor in scores.topk(min(3, original.num_experts)))
+    output, expected = (experts(hidden, index, weights.to(dtype)) for experts in (fused, original))
+    yield "the experts", relative_error(output, expected)

@@ -69,9 +69,9 @@ def join_linears(parts: Sequence[nn.Linear | GroupedLinear], make: LinearFactory
 
     Parts that keep 4 or 8 bits keep them, unless other parts are dense.
     """
-    kept = [part for part in parts if isinstance(part, GroupedLinear)]
-    if len(kept) == len(parts) and all(before.can_join(after) for before, after in pairwise(kept)):
-        return kept[0].join(kept[1:]) if len(kept) > 1 else kept[0]
+    grouped_parts = [part for part in parts if isinstance(part, GroupedLinear)]
+    if len(grouped_parts) == len(parts) and all(before.can_join(after) for before, after in pairwise(grouped_parts)):
+        return grouped_parts[0].join(grouped_parts[1:]) if len(grouped_parts) > 1 else grouped_parts[0]
     weights: list[Tensor] = [part.weight for part in parts]
     biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts)), "either all parts have a bias or none has"

@@ -108,8 +108,8 @@ def _errors(ops: LayerOps, dtype: torch.dtype, device: torch.device) -> Iterator
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     table, token_ids = draw(7, 1100), torch.tensor([6, 0, 7, -1, 3], device=device)
-    found, expected = ops.embed(token_ids, table), _EXACT.embed(token_ids, table)
-    is_same = torch.equal(found.nan_to_num(), expected.nan_to_num()) and torch.equal(found.isnan(), expected.isnan())
+    rows, expected = ops.embed(token_ids, table), _EXACT.embed(token_ids, table)
+    is_same = torch.equal(rows.nan_to_num(), expected.nan_to_num()) and torch.equal(rows.isnan(), expected.isnan())
     yield "embed", 0.0 if is_same else torch.inf
     norm = Norm(draw(96), 1e-5)
     residual, update = draw(5, 96), draw(5, 96)

@@ -1,7 +1,8 @@
 """Check of a checkpoint by transformers: `python -m replicas.model.loading.check_model DIRECTORY`.
 
-The program fails, and its last line says why, if the model cannot be served. Otherwise it prints its own memory, in
-bytes, after it has loaded a replica's libraries and the tokenizer. It reads no values of weights.
+The program fails, and its last line says why, if the model cannot be served. Otherwise it prints its own memory without
+mapped files, in bytes, after it has loaded a replica's libraries and the tokenizer; nothing where the system does not
+tell. It reads no values of weights.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import psutil
+
 from replicas.errors import ModelLoadError
-from replicas.model.hardware.process_memory import own_bytes
 from replicas.model.loading.config import read_config
 from replicas.model.loading.weights import check_shapes
 
@@ -30,6 +32,7 @@ if __name__ == "__main__":
         from replicas.model.loading.loader import tokenizer_of  # Only here: a refusal needs no more libraries.
 
         tokenizer = tokenizer_of(sys.argv[1])
-        print(own_bytes() or "")
+        memory = psutil.Process().memory_info()
+        print(memory.rss - memory.shared if hasattr(memory, "shared") else "")
     except ModelLoadError as error:
         sys.exit(str(error))

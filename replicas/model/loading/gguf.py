@@ -39,14 +39,14 @@ def convert(file: Path, directory: Path, *, keeps_bits: bool = True) -> None:
     # The weights are plain now; with these marks transformers would refuse to save them.
     model.is_quantized = False
     vars(model.config).pop("quantization_config", None)
-    kept = quantized_weights(file, model) if keeps_bits else {}
-    if not kept:
+    quantized = quantized_weights(file, model) if keeps_bits else {}
+    if not quantized:
         model.save_pretrained(directory)
         return
     model.config.quantization_config = {"quant_method": "gguf"}
     model.config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
-    save_torch_state_dict(_state(model, kept), directory)
+    save_torch_state_dict(_state(model, quantized), directory)
 
 
 def quantized_weights(file: Path, model: PreTrainedModel) -> dict[str, Parts]:
@@ -57,22 +57,23 @@ def quantized_weights(file: Path, model: PreTrainedModel) -> dict[str, Parts]:
     reader = GGUFReader(file)
     stored = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type in KEPT_TYPES}
     names = _names(reader, model.config)
-    kept = {}
+    quantized = {}
     for name, module in model.named_modules():
         tensor = stored.get(names.get_name(f"{name}.weight", try_suffixes=(".weight",)) or "")
         if type(module) is nn.Linear and tensor is not None and tensor.data.shape[0] == module.out_features:
             parts = read_blocks(torch.from_numpy(tensor.data.copy()), tensor.tensor_type)
-            found = next((each for each in _orders(parts, model.config) if _gives(each, module.weight)), None)
-            if found is not None:
-                kept[name] = found
-    return kept
+            orders = _orders(parts, model.config)
+            ordered_parts = next((order for order in orders if _gives(order, module.weight)), None)
+            if ordered_parts is not None:
+                quantized[name] = ordered_parts
+    return quantized
 
 
 def _names(reader: GGUFReader, config: PretrainedConfig) -> TensorNameMap:
     """Return the map from names in transformers' models to those in the file."""
     field = reader.fields["general.architecture"]
     name = bytes(field.parts[field.data[0]]).decode()
-    architecture = next(each for each, its_name in MODEL_ARCH_NAMES.items() if its_name == name)
+    architecture = next(key for key, architecture_name in MODEL_ARCH_NAMES.items() if architecture_name == name)
     return get_tensor_name_map(architecture, config.get_text_config(decoder=True).num_hidden_layers)
 
 
@@ -95,19 +96,21 @@ def _apart(part: Tensor, num_heads: int) -> Tensor:
 def _gives(parts: Parts, weight: Tensor) -> bool:
     """Return True if the parts give `weight` [outputs, inputs] bfloat16, apart from roundings."""
     rows = slice(0, _NUM_CHECKED)
-    found = from_gguf({name: part[rows] for name, part in parts.items()}).dense(torch.float32)
-    wanted = weight[rows].detach().float()
-    return found.shape == wanted.shape and torch.allclose(found, wanted, _ROUNDING, 1e-6 * float(wanted.abs().max()))
+    values = from_gguf({name: part[rows] for name, part in parts.items()}).dense(torch.float32)
+    expected = weight[rows].detach().float()
+    return values.shape == expected.shape and torch.allclose(
+        values, expected, _ROUNDING, 1e-6 * float(expected.abs().max())
+    )
 
 
-def _state(model: PreTrainedModel, kept: Mapping[str, Parts]) -> dict[str, Tensor]:
+def _state(model: PreTrainedModel, quantized: Mapping[str, Parts]) -> dict[str, Tensor]:
     """Return the tensors of the checkpoint. Of weights that share memory it has the first."""
     state: dict[str, Tensor] = {}
     seen = set()
     for name, value in model.state_dict().items():
         prefix = name.removesuffix(".weight")
-        if prefix in kept:
-            state |= {prefix + suffix: part.contiguous() for suffix, part in kept[prefix].items()}
+        if prefix in quantized:
+            state |= {prefix + suffix: part.contiguous() for suffix, part in quantized[prefix].items()}
         elif value.data_ptr() not in seen:
             seen.add(value.data_ptr())
             state[name] = value

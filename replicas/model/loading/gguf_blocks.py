@@ -111,7 +111,7 @@ def _q3_k(blocks: Tensor) -> Parts:
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and minima [outputs, blocks, 8] of Q4_K and Q5_K, whose blocks begin with them."""
     stored = Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12).numpy())
-    scales, minima = (torch.from_numpy(each).float().view(*blocks.shape[:2], 8) for each in stored)
+    scales, minima = (torch.from_numpy(part).float().view(*blocks.shape[:2], 8) for part in stored)
     return _floats(blocks[..., :2])[..., None] * scales, -_floats(blocks[..., 2:4])[..., None] * minima
 
 

@@ -90,9 +90,9 @@ def check_memory(needed: ReplicaMemory, directory: Path, available_bytes: int, n
     """
     if needed.total * num_replicas <= available_bytes:
         return
-    each = "" if num_replicas == 1 else f" for each of {num_replicas} replicas"
+    per_replica = "" if num_replicas == 1 else f" for each of {num_replicas} replicas"
     raise ModelLoadError(
-        f"{directory} needs {_gib(needed.total)}{each} ({needed}); {_gib(available_bytes)} of memory are free; "
+        f"{directory} needs {_gib(needed.total)}{per_replica} ({needed}); {_gib(available_bytes)} of memory are free; "
         f"{_remedy(needed, available_bytes, num_replicas)}"
     )
 
@@ -110,16 +110,16 @@ def _remedy(needed: ReplicaMemory, available_bytes: int, num_replicas: int) -> s
 def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, Any], value_bytes: int) -> int:
     """Return the bytes of all weights. An output layer that shares the embedding's weight has a packed copy of it."""
     has_kernels = model.kernel_cache_dir is not None and any(map(shutil.which, _COMPILERS)) and model.dtype != "float16"
-    kept = [
+    packed_weights = [
         weight
         for weight in weights.quantized.values()
         if has_kernels and model.quantization != "int8" and is_kept(weight) and ".experts." not in weight.name
     ]
-    dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in kept)
+    dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in packed_weights)
     if config.get("tie_word_embeddings") and "lm_head.weight" not in weights.plain:
         dense += config.get("vocab_size", 0) * (config.get("hidden_size") or 0)
     layers: dict[str, list[QuantizedWeight]] = defaultdict(list)
-    for weight in kept:
+    for weight in packed_weights:
         layers[_JOINED.sub(".", weight.name)].append(weight)
     return dense * value_bytes + sum(_kept_bytes(parts, weights) for parts in layers.values())
 

@@ -56,16 +56,16 @@ def load_weights(
     weights = read_weights(directory)
     reader = WeightReader(weights, dtype)
     state = reader.lazy()
-    kept = _kept_linears(weights, config) if keep_bits else {}
-    for name, weight in kept.items():
+    kept_weights = _kept_linears(weights, config) if keep_bits else {}
+    for name, weight in kept_weights.items():
         # Zeros that share one number in memory; the layer is replaced below.
         state[name] = LazyWeight(partial(torch.zeros(1, dtype=dtype).expand, weight.layout.shape))
     loaded = _build(model, config, dtype, state, None if device.type == "cpu" else str(device))
-    for name, weight in kept.items():
+    for name, weight in kept_weights.items():
         _replace(loaded, name.removesuffix(".weight"), pack_groups(reader.quantized(weight)))
     with contextlib.suppress(OSError):  # There is no such file, or it cannot be read: the config's values stay.
         loaded.generation_config = GenerationConfig.from_pretrained(directory)
-    return LoadedWeights(loaded, weights.description(str(dtype).removeprefix("torch."), kept))
+    return LoadedWeights(loaded, weights.description(str(dtype).removeprefix("torch."), kept_weights))
 
 
 def _kept_linears(weights: Weights, config: PretrainedConfig) -> dict[str, QuantizedWeight]:
@@ -151,16 +151,16 @@ def _build(
 
 def _class_of(config: PretrainedConfig) -> Any:
     """Return the class of the decoder of `config`."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return found[0] if isinstance(found, tuple) else found
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
 def _refuse_gaps(model: str, report: Mapping[str, Any]) -> None:
     """Refuse a model without all its weights; transformers fills the gaps with random numbers."""
     if report["mismatched_keys"]:
-        name, found, expected = min(report["mismatched_keys"])
+        name, shape, expected = min(report["mismatched_keys"])
         raise ModelLoadError(
-            f"the weight {name} of model {model!r} has the shape {list(found)}; the config asks for {list(expected)}"
+            f"the weight {name} of model {model!r} has the shape {list(shape)}; the config asks for {list(expected)}"
         )
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])

@@ -96,7 +96,7 @@ class LogitsProcessors:
     def is_empty(self) -> bool:
         """True if no logit changes."""
         entries = (self._repetition, self._added, self._forbidden, self._penalties)
-        return all(some is None for some in entries)
+        return all(entry is None for entry in entries)
 
     def apply(self, logits: Tensor, on_device: DeviceBuffer) -> Tensor:
         """Return a changed copy of `logits` [num_rows, vocab_size] float32; `logits` itself if nothing changes."""

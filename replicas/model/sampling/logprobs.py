@@ -54,9 +54,9 @@ def launch_logprobs(logits: Tensor, chosen_ids: Tensor, max_top: int, to_host: D
     values, top_ids = [], []
     for first in range(0, len(chosen_ids), _MAX_SLICE_ROWS):
         rows = slice(first, first + _MAX_SLICE_ROWS)
-        some = logits[rows].float()
-        top = some.topk(max_top, dim=-1)
-        wanted = torch.cat([some.gather(1, chosen_ids[rows, None]), top.values], dim=1)
-        values.append(wanted - some.logsumexp(dim=-1, keepdim=True))
+        row_logits = logits[rows].float()
+        top = row_logits.topk(max_top, dim=-1)
+        selected_logits = torch.cat([row_logits.gather(1, chosen_ids[rows, None]), top.values], dim=1)
+        values.append(selected_logits - row_logits.logsumexp(dim=-1, keepdim=True))
         top_ids.append(top.indices)
     return PendingLogprobs(to_host.add(torch.cat(values)), to_host.add(torch.cat(top_ids)))

@@ -88,15 +88,15 @@ def send_sampling_tensors(
 ) -> SentSamplingTensors:
     """Add the sampling parameters of `rows` to `to_device`. `params` and `uniforms` have the order of `rows`."""
     numbers: list[float] = []
-    for drawn, its in zip(uniforms, params, strict=True):
-        numbers += (drawn, its.temperature, its.top_p, its.min_p, _top_k(its, vocab_size))
-    needs_total = any(its.top_p < 1.0 and not _is_restricted(its, vocab_size) for its in params)
+    for drawn, row_params in zip(uniforms, params, strict=True):
+        numbers += (drawn, row_params.temperature, row_params.top_p, row_params.min_p, _top_k(row_params, vocab_size))
+    needs_total = any(row_params.top_p < 1.0 and not _is_restricted(row_params, vocab_size) for row_params in params)
     return SentSamplingTensors(
         to_device.ints(rows),
         to_device.floats(numbers),
         needs_total,
-        has_top_k=any(_top_k(its, vocab_size) < math.inf for its in params),
-        has_top_p=any(its.top_p < 1.0 for its in params),
+        has_top_k=any(_top_k(row_params, vocab_size) < math.inf for row_params in params),
+        has_top_p=any(row_params.top_p < 1.0 for row_params in params),
     )
 
 
@@ -202,11 +202,11 @@ def _sample_sorted(
     # top-p is a share of the weight that min-p and top-k left.
     is_restricted = (sampling.min_p > 0) | (sampling.top_k < math.inf)
     left = torch.where(is_restricted, cumulative[:, -1:], total)
-    kept = eligible & (cumulative - weights < sampling.top_p * left)
+    nucleus = eligible & (cumulative - weights < sampling.top_p * left)
     # Some tokens as likely as the last one may be missing; the device chooses which of them are here.
     is_last = values == values[:, -1:]
-    fits = ~(is_last & torch.where(is_restricted, eligible, kept)).any(dim=-1)
-    index = _invert((weights * kept).cumsum(dim=-1), sampling.uniform)
+    fits = ~(is_last & torch.where(is_restricted, eligible, nucleus)).any(dim=-1)
+    index = _invert((weights * nucleus).cumsum(dim=-1), sampling.uniform)
     return token_ids.gather(1, index[:, None])[:, 0], fits
 
 

@@ -166,8 +166,8 @@ class Sampler:
 
             flags = {"has_top_k": sampling.has_top_k, "has_top_p": sampling.has_top_p}
             return draw_truncated(logits, rows, on_device.floats(sampling.columns), **flags)
-        some = logits if len(rows) == len(logits) else logits[rows]
-        return (sample_full if sampling is self._full else sample_truncated)(some, sampling.place(on_device))
+        row_logits = logits if len(rows) == len(logits) else logits[rows]
+        return (sample_full if sampling is self._full else sample_truncated)(row_logits, sampling.place(on_device))
 
     def _send(
         self, rows: list[int], items: Items[ScheduledSequence], vocab_size: int, to_device: HostToDeviceBuffer
@@ -197,8 +197,8 @@ class PendingTokens:
         ]
         if self._logprobs is not None:
             chosen = [tokens[row] for row in self._scored]
-            wanted = [self._items[row].sequence.request.params.logprobs or 0 for row in self._scored]
-            for row, logprobs in zip(self._scored, self._logprobs.read(to_host, chosen, wanted), strict=True):
+            num_logprobs = [self._items[row].sequence.request.params.logprobs or 0 for row in self._scored]
+            for row, logprobs in zip(self._scored, self._logprobs.read(to_host, chosen, num_logprobs), strict=True):
                 if finite[row]:
                     results[row] = ItemResult(token_id=tokens[row], logprobs=logprobs)
         return results

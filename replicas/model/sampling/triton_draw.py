@@ -67,10 +67,10 @@ def check_draw(device: torch.device, tile_rows: int = 1) -> str | None:
     sampling = SamplingTensors(drawn, temperature, top_p, min_p, top_k, needs_total=True)
     try:
         rows = torch.arange(_CHECKED_ROWS, device=device)
-        found = draw_truncated(logits, rows, columns.flatten(), has_top_k=True, has_top_p=True, tile_rows=tile_rows)
+        tokens = draw_truncated(logits, rows, columns.flatten(), has_top_k=True, has_top_p=True, tile_rows=tile_rows)
     except Exception as error:  # The errors of Triton and torch have no other common class.
         return f"{type(error).__name__}: {error}"
-    num_different = int((found != sample_truncated(logits, sampling)).sum())
+    num_different = int((tokens != sample_truncated(logits, sampling)).sum())
     if num_different <= _MAX_DIFFERENT_ROWS:
         return None
     return f"{num_different} of {_CHECKED_ROWS} rows draw another token than with a sort"

@@ -31,12 +31,12 @@ def check_penalties(device: torch.device) -> str | None:
     counts[:, ::5] += IN_PROMPT
     counts = counts.int().to(device)
     penalties = torch.tensor([[1.3, 0.4, 0.2], [1.0, -0.5, 0.7], [0.8, 0.0, 0.0]], dtype=torch.float64, device=device)
-    rows, slots = (torch.tensor(some, device=device) for some in ([4, 0, 1], [1, 5, 0]))
-    expected, found = logits.clone(), logits.clone()
+    rows, slots = (torch.tensor(indices, device=device) for indices in ([4, 0, 1], [1, 5, 0]))
+    expected, penalized = logits.clone(), logits.clone()
     try:
-        penalize(found, rows, slots, penalties, counts)
+        penalize(penalized, rows, slots, penalties, counts)
         penalize_by_definition(expected, rows, slots, penalties, counts)
-        error = float((found - expected).abs().max())
+        error = float((penalized - expected).abs().max())
     except Exception as failure:  # The errors of Triton and torch have no other common class.
         return f"{type(failure).__name__}: {failure}"
     return None if error <= _TOLERANCE else f"penalties differ from plain torch by {error:.1e}"

@@ -119,7 +119,7 @@ class PromptRun:
         """Run one prompt; put the pieces of its completion into `arrived`, then its end."""
         try:
             prepared = await self._prepare(index)
-            async with self.service.start(prepared) as deltas:
+            async with self.service.streams(prepared) as deltas:
                 async for item in deltas:
                     prepared.progress.add(item)
                     for chunk in await self.service.chunks(prepared, item):

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 
 from replicas.errors import RequestAborted, ServingError, is_cancelled
-from replicas.protocol import FinishReason, TokenDelta
+from replicas.protocol import TokenDelta
 
 DeltaStream = AsyncGenerator[TokenDelta, None]
 
@@ -30,8 +30,8 @@ def read_together(streams: Sequence[DeltaStream]) -> Deltas:
 
     One stream is read in the reader's own task, several streams in one task each. The iteration ends when every stream
     has given its last delta. The first failure of a stream, a `ServingError`, is raised and ends it. Leaving the
-    context closes every stream, which aborts the unfinished requests. A slow reader holds the streams back, so that
-    waiting deltas merge in the mailboxes.
+    context closes every stream, which aborts the unfinished requests. While a reader is slow, no stream is read, and
+    its deltas merge in the router's `IncomingStream`.
     """
     return aclosing(_indexed(0, streams[0]) if len(streams) == 1 else _merged(streams))
 
@@ -41,7 +41,6 @@ async def _indexed(index: int, stream: DeltaStream) -> AsyncGenerator[IndexedDel
     try:
         async with aclosing(stream):
             async for delta in stream:
-                _raise_if_failed(delta)
                 if delta.finish_reason is None:
                     yield IndexedDelta(index, delta)
                     continue
@@ -81,11 +80,3 @@ async def _merged(streams: Sequence[DeltaStream]) -> AsyncGenerator[IndexedDelta
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
-
-
-def _raise_if_failed(delta: TokenDelta) -> None:
-    """Raise if the sequence failed or was aborted from elsewhere: such a sequence has no result."""
-    if delta.error is not None:
-        raise delta.error
-    if delta.finish_reason is FinishReason.ABORT:
-        raise RequestAborted("the request was cancelled")

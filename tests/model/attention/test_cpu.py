@@ -106,7 +106,7 @@ def test_only_blocks_inside_the_window_are_read(backend: AttentionBackend) -> No
     cache = KVCache([AttentionLayer(0, 1, 1, 16, 16, 24, None, False)], 64, 16, torch.float32, CPU)
     (owner,) = sequences([400], block_size=16, num_blocks=64)
     for start, num_tokens in ((0, 395), (395, 4), (399, 1)):
-        inputs = build_inputs([ScheduledSequence(owner, start, num_tokens)], 16, CPU)
+        inputs = build_inputs([ScheduledSequence.of(owner, start, num_tokens)], 16, CPU)
         rows = torch.ones(num_tokens, 1, 16)
         call = AttentionCall(0, rows, rows, rows, Scoring(1.0), 24, frozenset())
         torch.testing.assert_close(backend(cache, inputs).attend(call), rows)

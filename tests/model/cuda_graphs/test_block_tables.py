@@ -36,7 +36,7 @@ def test_each_sequences_row_holds_its_table(seed: int) -> None:
     for _ in range(200):
         for sequence in sequences:
             grow(rng, sequence)
-        items = [ScheduledSequence(sequence, 0, 1) for sequence in rng.sample(sequences, rng.randint(1, NUM_ROWS))]
+        items = [ScheduledSequence.of(sequence, 0, 1) for sequence in rng.sample(sequences, rng.randint(1, NUM_ROWS))]
         to_device = HostToDeviceBuffer()
         update = rows.update(items, to_device)
         if rng.random() < 0.1:
@@ -57,7 +57,7 @@ def test_a_steady_batch_sends_new_blocks_alone() -> None:
         for sequence in sequences:
             sequence.block_table.append(1 + step)
         to_device = HostToDeviceBuffer()
-        update = rows.update([ScheduledSequence(sequence, 0, 1) for sequence in sequences], to_device)
+        update = rows.update([ScheduledSequence.of(sequence, 0, 1) for sequence in sequences], to_device)
         rows.commit(update)
         num_sent.append(len(update.blocks))
     assert num_sent == [3, 3, 3, 3]

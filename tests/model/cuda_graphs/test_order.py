@@ -34,6 +34,7 @@ from replicas.model_replica import Backend, ModelReplica
 from replicas.options import ReplicaOptions
 from replicas.protocol import GenerateRequest, LogitBias, ReplicaIdentity, SamplingParams, TokenDelta, merge
 from testkit.engine.scripted_constraint import ScriptedCompiler
+from testkit.engine.single_stream import generate
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import build_engine, load_unoptimized, random_prompts, run
 from testkit.model.paged_cases import attend_by_definition
@@ -212,7 +213,7 @@ async def test_the_engines_thread_captures_and_replays(gpu: RecordedGpu, monkeyp
     )
     engine = replica.start()
     request = GenerateRequest("one", (5, 6, 7), SamplingParams(max_tokens=4, temperature=0.0))
-    deltas = [delta async for delta in engine.generate(request)]
+    deltas = [delta async for delta in generate(engine, request)]
     await engine.stop()
     assert sum(len(delta.token_ids) for delta in deltas) == 4
     threads = {thread for thread, _ in gpu.captures} | {thread for thread, _ in gpu.replays}

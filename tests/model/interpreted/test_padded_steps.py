@@ -35,7 +35,7 @@ def random_items(rng: random.Random, owners: list[Sequence], shape: StepShape) -
     for owner in rng.sample(owners, rng.randint(1, MAX_NUM_SEQS)):
         num_tokens = 1 if shape.num_chunks == 0 else min(num_left, rng.choice([1, 1, 2, 15, 40]))
         if num_tokens > 0:
-            items.append(ScheduledSequence(owner, rng.choice([0, 1, 63, 64, LONGEST - num_tokens]), num_tokens))
+            items.append(ScheduledSequence.of(owner, rng.choice([0, 1, 63, 64, LONGEST - num_tokens]), num_tokens))
             num_left -= num_tokens
     return items
 

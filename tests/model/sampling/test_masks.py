@@ -50,7 +50,7 @@ class Tokens:
 
 def item(constraint: Tokens | None, **params: object) -> ScheduledSequence:
     asked = GenerateRequest("request", (5,), SamplingParams(max_tokens=9, **params))  # type: ignore[arg-type]
-    return ScheduledSequence(Sequence(asked, 0.0, None, 0, constraint), 0, 1)
+    return ScheduledSequence.of(Sequence(asked, 0.0, None, 0, constraint), 0, 1)
 
 
 def masks_of(vocab_size: int, *items: ScheduledSequence) -> RowMasks | None:

@@ -64,7 +64,7 @@ def test_penalties_are_those_of_the_host(seed: int) -> None:
         for sequence in running:
             is_late = rng.random() < 0.5 and sequence not in running_again
             end = len(sequence.token_ids) + is_late
-            item = ScheduledSequence(sequence, end - 1, 1)
+            item = ScheduledSequence.of(sequence, end - 1, 1)
             object.__setattr__(item, "samples", True)
             items.append(item)
             are_late.append(is_late)
@@ -94,7 +94,7 @@ def test_a_step_sends_new_tokens_alone() -> None:
     lengths = []
     for _ in range(5):
         sequence.token_ids += [7, 8]
-        item = ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1)
+        item = ScheduledSequence.of(sequence, len(sequence.token_ids) - 1, 1)
         sent = counts.send([item], LastSampledTokens.none(CPU), HostToDeviceBuffer())
         assert sent is not None
         lengths.append((len(sent.prompt_cells) > 0, len(sent.output_cells)))
@@ -110,7 +110,7 @@ def test_a_step_sends_new_tokens_alone() -> None:
 def test_penalties_wait_only_for_what_the_device_does_not_know() -> None:
     def batch(**params: object) -> ScheduledBatch:
         request = GenerateRequest("one", (1, 2), SamplingParams(max_tokens=4, **params))  # type: ignore[arg-type]
-        return ScheduledBatch((ScheduledSequence(Sequence(request, 0.0, None, 0), 0, 2),))
+        return ScheduledBatch((ScheduledSequence.of(Sequence(request, 0.0, None, 0), 0, 2),))
 
     assert not batch().needs_sync(counts_on_device=False)
     assert batch(frequency_penalty=0.1).needs_sync(counts_on_device=False)

@@ -53,7 +53,7 @@ def test_a_step_takes_its_time_and_no_more():
     runner = TimedRunner(STEP_TIMES, VOCABULARY, EOS)
     decoding = Sequence(request("a", (30, 31, 32, 33)), 0.0, None, 0)
     prefilling = Sequence(request("b", tuple(range(20, 60))), 0.0, None, 1)
-    batch = ScheduledBatch((ScheduledSequence(decoding, 3, 1), ScheduledSequence(prefilling, 0, 20)))
+    batch = ScheduledBatch((ScheduledSequence.of(decoding, 3, 1), ScheduledSequence.of(prefilling, 0, 20)))
     assert shape_of(batch) == StepShape(num_decodes=1, num_prefill_tokens=20, num_context_tokens=24)
     expected_s = 5e-3 + 1e-3 + 20e-4 + 24e-5
     durations = []
@@ -136,7 +136,7 @@ def simulated_runner() -> tuple[TimedRunner, FakeClock]:
 def test_steps_launched_together_take_their_time_in_turn():
     runner, clock = simulated_runner()
     start_s = clock.now
-    batch = ScheduledBatch((ScheduledSequence(Sequence(request("a", (30, 31)), 0.0, None, 0), 0, 2),))
+    batch = ScheduledBatch((ScheduledSequence.of(Sequence(request("a", (30, 31)), 0.0, None, 0), 0, 2),))
     ends = []
     for step in [runner.launch(batch), runner.launch(batch)]:
         step.collect()

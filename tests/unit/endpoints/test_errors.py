@@ -162,7 +162,7 @@ async def test_failure_of_the_framework_itself_is_answered(api: Api, caplog: pyt
 
 async def test_stream_without_a_last_delta_is_an_error(make_api: MakeApi) -> None:
     api = make_api()
-    api.dispatcher.start = lambda requests, timelines=(): [_nothing() for _ in requests]  # type: ignore[method-assign]
+    api.dispatcher.streams = lambda requests, timelines=(): [_nothing() for _ in requests]  # type: ignore[method-assign]
     for stream in (False, True):
         assert (await api.complete(stream=stream)).status_code == 500
 

@@ -15,17 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.engine.async_engine import AsyncEngine, StepWatch
+from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.batch import IncrementalDecoder, ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
-from replicas.engine.outbox import Coalescing, FlushPolicy, Outbox
+from replicas.engine.outbox import Coalescing, DeltaOutbox, FlushPolicy
 from replicas.engine.output_processor import DecoderFactory
+from replicas.engine.step_watch import StepWatch
 from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed
 from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta, Usage
 from replicas.timing.clock import Clock
 from replicas.timing.cpu_scheduling import use_batch_scheduling
 from testkit.engine.shadow_runner import IDENTITY, ShadowRunner, config, continuation, decoders, request
+from testkit.engine.single_stream import generate
 from testkit.limits import LIMIT_S
 from testkit.router.simulated_time import SimulatedLoop
 
@@ -49,7 +51,7 @@ async def running(
 
 
 async def collect(engine: AsyncEngine, asked: GenerateRequest) -> list[TokenDelta]:
-    return [delta async for delta in engine.generate(asked)]
+    return [delta async for delta in generate(engine, asked)]
 
 
 def token_ids(deltas: list[TokenDelta]) -> tuple[int, ...]:
@@ -61,6 +63,13 @@ async def until_idle(engine: AsyncEngine) -> None:
         while engine.stats().num_running or engine.stats().num_waiting:
             await asyncio.sleep(0.001)
     engine._engine.check_invariants()
+
+
+async def until_open(engine: AsyncEngine, num_streams: int) -> None:
+    """Return once so many streams have put their requests into the engine's inbox and have not ended."""
+    async with asyncio.timeout(LIMIT_S):
+        while len(engine._mailboxes) < num_streams:
+            await asyncio.sleep(0)
 
 
 class GatedRunner(ShadowRunner):
@@ -87,7 +96,7 @@ async def gated(
 
 
 async def test_deltas_merge_while_the_reader_lags() -> None:
-    async with running() as engine, aclosing(engine.generate(request(max_tokens=50))) as stream:
+    async with running() as engine, aclosing(generate(engine, request(max_tokens=50))) as stream:
         deltas = [await anext(stream)]
         await until_idle(engine)
         deltas += [delta async for delta in stream]
@@ -100,7 +109,7 @@ async def delta_sizes(flush_policy: FlushPolicy, asked: GenerateRequest) -> list
     """Return the number of tokens in each delta of a stream whose reader takes the first before the second is made."""
     async with (
         gated(coalescing=Coalescing(flush_policy)) as (engine, runner),
-        aclosing(engine.generate(asked)) as stream,
+        aclosing(generate(engine, asked)) as stream,
     ):
         runner.gate.release()
         deltas = [await anext(stream)]
@@ -123,7 +132,7 @@ async def test_unstreamed_request_has_its_own_flush_interval() -> None:
 @pytest.mark.parametrize(("age_s", "delay_s"), [(16.0, 0.05), (0.16, 0.01)])
 def test_the_end_of_a_batch_request_waits_for_those_of_others_but_not_for_long(age_s: float, delay_s: float) -> None:
     async def end_line_after_line() -> None:
-        outbox, start_s = Outbox(), asyncio.get_running_loop().time()
+        outbox, start_s = DeltaOutbox(), asyncio.get_running_loop().time()
         policy = partial(Coalescing(batch_delay_s=0.05).unstreamed_policy, Band.BATCH, 60.0)
         lines = [outbox.open(number, policy) for number in range(3)]
         reading = asyncio.create_task(outbox.take())
@@ -140,7 +149,7 @@ def test_the_end_of_a_batch_request_waits_for_those_of_others_but_not_for_long(a
 
 
 async def test_a_delayed_delta_leaves_at_once_with_a_more_urgent_delta() -> None:
-    outbox = Outbox()
+    outbox = DeltaOutbox()
     line = outbox.open(1, lambda: FlushPolicy(60.0, 1, batching_delay_s=LIMIT_S))
     urgent = outbox.open(2, FlushPolicy)
     await asyncio.sleep(0.01)
@@ -156,7 +165,7 @@ def last_delta() -> TokenDelta:
 async def test_coalescing_waits_no_longer_than_its_interval() -> None:
     async with (
         gated(coalescing=Coalescing(FlushPolicy(interval_s=0.01, num_tokens=1000))) as (engine, runner),
-        aclosing(engine.generate(request(max_tokens=3))) as stream,
+        aclosing(generate(engine, request(max_tokens=3))) as stream,
     ):
         for _ in range(2):
             runner.gate.release()
@@ -171,9 +180,11 @@ async def test_many_streams_are_throttled_except_more_urgent_ones() -> None:
         assert engine.flush_policy(Band.BATCH) == coalescing.flush_policy
         for number in range(3):
             asked = replace(request(f"request-{number}", max_tokens=12), band=Band.BATCH)
-            stream = await streams.enter_async_context(aclosing(engine.generate(asked)))
+            stream = await streams.enter_async_context(aclosing(generate(engine, asked)))
+            first = asyncio.ensure_future(anext(stream))
+            await until_open(engine, number + 1)
             runner.gate.release(2)  # of a step that has begun without it, and of its own
-            assert len((await anext(stream)).token_ids) >= 1
+            assert len((await first).token_ids) >= 1
         assert [engine.flush_policy(band).interval_s for band in Band] == [0.5, 0.5, 60.0]
         runner.gate.release(100)
         assert len([delta async for delta in stream]) == 1, "what came within the minute, at its end"
@@ -198,7 +209,7 @@ def test_aligned_flushes_are_about_an_interval_apart(last_s: float, interval_s: 
 async def test_closing_a_stream_frees_only_its_blocks() -> None:
     async with running() as engine:
         neighbour = asyncio.create_task(collect(engine, request("neighbour", max_tokens=100)))
-        async with aclosing(engine.generate(request("gone", max_tokens=100))) as stream:
+        async with aclosing(generate(engine, request("gone", max_tokens=100))) as stream:
             await anext(stream)
         deltas = await neighbour
         await until_idle(engine)
@@ -211,7 +222,7 @@ async def test_streams_dropped_at_random_moments_leave_no_block() -> None:
     rng = random.Random(7)
 
     async def drop(engine: AsyncEngine, number: int) -> None:
-        async with aclosing(engine.generate(request(f"r{number}", (1, 2, rng.randrange(9)), max_tokens=60))) as stream:
+        async with aclosing(generate(engine, request(f"r{number}", (1, 2, rng.randrange(9)), max_tokens=60))) as stream:
             for _ in range(rng.randrange(4)):
                 await anext(stream, None)
 
@@ -257,7 +268,7 @@ async def test_refusals_are_the_only_delta_of_their_stream() -> None:
         await asyncio.to_thread(runner.entered.acquire)
         overloaded = asyncio.create_task(collect(engine, request("refused")))
         too_long = asyncio.create_task(collect(engine, request("long", max_tokens=4000)))
-        await asyncio.sleep(0)  # Both tasks have put their requests into the engine's inbox.
+        await until_open(engine, 3)
         runner.gate.release(2)
         for deltas, error in ((await overloaded, Overloaded), (await too_long, InvalidRequest)):
             assert len(deltas) == 1 and isinstance(deltas[0].error, error)
@@ -397,7 +408,7 @@ async def test_slow_steps_are_not_hung() -> None:
 async def test_drain_ends_when_the_accepted_streams_have() -> None:
     async with running() as engine:
         accepted = asyncio.create_task(collect(engine, request("accepted", max_tokens=50)))
-        await asyncio.sleep(0)
+        await until_open(engine, 1)
         await asyncio.wait_for(engine.drain(), LIMIT_S)
         assert accepted.done() or (await accepted)[-1].finish_reason is FinishReason.LENGTH
         (refusal,) = await collect(engine, request("new"))
@@ -414,14 +425,14 @@ def test_engine_thread_has_the_normal_scheduling_policy() -> None:
             seen.append(os.sched_getscheduler(0))
             return super().execute(batch)
 
-    async def generate() -> None:
+    async def serve() -> None:
         async with running(runner=NotingRunner(config().block_size)) as engine:
             await collect(engine, request("a"))
         seen.append(os.sched_getscheduler(0))
 
     def in_thread() -> None:
         use_batch_scheduling()
-        asyncio.run(generate())
+        asyncio.run(serve())
 
     thread = threading.Thread(target=in_thread)
     thread.start()

@@ -15,6 +15,7 @@ from replicas.engine.config import EngineConfig
 from replicas.protocol import FinishReason, GenerateRequest
 from testkit.engine.random_worlds import play, random_config, random_request
 from testkit.engine.shadow_runner import FakeClock, Outcome, ShadowRunner, World, config, continuation, request
+from testkit.engine.single_stream import generate
 from tests.seeds import Seeds
 from tests.unit.engine.test_async_engine import collect, running, token_ids, until_idle
 from tests.unit.engine.test_engine_metrics import num_computed, prompt_of, wasted
@@ -306,7 +307,7 @@ async def test_streams_run_together_and_each_is_right(is_ahead: bool) -> None:
     async with running(config(async_scheduling=is_ahead), runner=runner) as engine:
         requests = [request(f"r{n}", tuple(range(n, n + 5)), max_tokens=10) for n in range(12)]
         streams = await asyncio.gather(*(collect(engine, asked) for asked in requests))
-        async with aclosing(engine.generate(request("leaves", (1, 2, 3), max_tokens=100))) as stream:
+        async with aclosing(generate(engine, request("leaves", (1, 2, 3), max_tokens=100))) as stream:
             await anext(stream)
         await engine.drain()
         await until_idle(engine)

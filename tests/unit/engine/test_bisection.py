@@ -8,13 +8,15 @@ from contextlib import aclosing
 
 import pytest
 
-from replicas.engine.async_engine import AsyncEngine, StepWatch
+from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.batch import ItemResult, LaunchedStep, ScheduledBatch
 from replicas.engine.engine import Engine
 from replicas.engine.outbox import Coalescing
+from replicas.engine.step_watch import StepWatch
 from replicas.errors import EngineDead, SequenceFailed
 from replicas.protocol import GenerateRequest
 from testkit.engine.shadow_runner import IDENTITY, Outcome, ShadowRunner, World, config, continuation, decoders, request
+from testkit.engine.single_stream import generate
 from tests.seeds import Seeds
 
 POISON = 500
@@ -177,7 +179,7 @@ async def test_streams_beside_guilty_ones_go_on() -> None:
 
     async def play(each: GenerateRequest) -> Outcome:
         outcome = Outcome()
-        async with aclosing(engine.generate(each)) as deltas:
+        async with aclosing(generate(engine, each)) as deltas:
             async for delta in deltas:
                 outcome.read(delta)
         return outcome

@@ -16,6 +16,7 @@ from replicas.transport.channels import ChannelWaits, Credits
 from replicas.transport.wire import WINDOW_BATCHES, ChannelId, DeltaBatch, StreamFailure, unpacked
 from router.transport.submission import ChannelLimits
 from testkit.engine.shadow_runner import continuation, request
+from testkit.engine.single_stream import generate
 from testkit.limits import LIMIT_S, until
 from testkit.router.channel_worlds import ChannelWorld
 from testkit.router.local_channels import QUICK, read, running_channels, token_ids, until_gone
@@ -72,7 +73,7 @@ async def test_a_channel_changes_nothing_in_what_a_reply_is_made_of() -> None:
     async with running_channels() as (client, [replica]):
         plain, scored = request(max_tokens=30), request(prompt_logprobs=0, max_tokens=20)
         for asked in (plain, scored, request(max_tokens=10**6), replace(plain, output_token_ids=(4, 5))):
-            direct = [delta async for delta in replica.engine.generate(asked)]
+            direct = [delta async for delta in generate(replica.engine, asked)]
             assert repr(whole(await read(client, asked))) == repr(whole(direct))
 
 
@@ -105,7 +106,7 @@ async def test_a_call_that_comes_twice_takes_the_place_of_the_first_and_leaves_n
         channel_id = ChannelId("twice", 1)
         asked = [(number, request(f"r{number}", (number,), max_tokens=100)) for number in range(4)]
         reading = replica.channels.read(channel_id)
-        calls = [replica.channels.generate(asked, channel_id) for _ in range(2)]
+        calls = [replica.channels.submit(asked, channel_id) for _ in range(2)]
         for call in calls:
             assert await anext(call) == "replica-0"
         batch = await anext(reading)
@@ -120,8 +121,8 @@ async def test_a_call_that_comes_twice_takes_the_place_of_the_first_and_leaves_n
 async def test_a_call_that_ends_before_the_channel_has_a_reader_ends_no_other_one() -> None:
     async with running_channels() as (_, [replica]):
         channel_id = ChannelId("early", 1)
-        first = replica.channels.generate([(1, request("first", max_tokens=50))], channel_id)
-        second = replica.channels.generate([(2, request("second", (9,), max_tokens=50))], channel_id)
+        first = replica.channels.submit([(1, request("first", max_tokens=50))], channel_id)
+        second = replica.channels.submit([(2, request("second", (9,), max_tokens=50))], channel_id)
         await anext(first)
         await asyncio.gather(first.aclose(), anext(second))
         ending = asyncio.create_task(anext(second, None))
@@ -141,7 +142,7 @@ async def test_a_call_that_ends_before_the_channel_has_a_reader_ends_no_other_on
 async def test_batches_leave_as_they_are_acknowledged_and_deltas_merge_meanwhile() -> None:
     async with running_channels() as (_, [replica]):
         channel_id, batches = ChannelId("slow", 1), asyncio.Queue[DeltaBatch]()
-        call = replica.channels.generate([(1, request("slow", max_tokens=60))], channel_id)
+        call = replica.channels.submit([(1, request("slow", max_tokens=60))], channel_id)
         await anext(call)
 
         async def read_all() -> None:
@@ -187,7 +188,7 @@ def test_credits_bound_the_batches_on_their_way(seeds: Seeds) -> None:
 
 async def test_a_call_without_a_reader_that_is_cancelled_twice_leaves_no_channel() -> None:
     async with running_channels() as (_, [replica]):
-        calling = replica.channels.generate([(1, request(max_tokens=10**6))], ChannelId("ingress", 1))
+        calling = replica.channels.submit([(1, request(max_tokens=10**6))], ChannelId("ingress", 1))
         await anext(calling)
         ending = asyncio.create_task(anext(calling))
         for _ in range(2):
@@ -250,7 +251,7 @@ async def test_streams_whose_channel_breaks_fail_and_leave_the_replica() -> None
 
 async def test_a_channel_that_nobody_reads_ends_and_frees_its_streams() -> None:
     async with running_channels(waits=ChannelWaits(reader_s=0.05)) as (_, [replica]):
-        call = replica.channels.generate([(1, request(max_tokens=100))], ChannelId("gone", 1))
+        call = replica.channels.submit([(1, request(max_tokens=100))], ChannelId("gone", 1))
         async with asyncio.timeout(LIMIT_S):
             assert await anext(call) == "replica-0"
             [failure] = [answer async for answer in call]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.engine.outbox import Outbox
+from replicas.engine.outbox import DeltaOutbox
 from replicas.errors import NoReplicaAvailable, SequenceFailed
 from replicas.protocol import Band, GenerateRequest
 from router.transport.submission import Submission
@@ -153,7 +153,7 @@ async def test_a_fault_with_one_request_of_a_call_fails_no_other(monkeypatch: py
     async with running_channels() as (client, [replica]):
         generate_into = replica.engine.generate_into
 
-        async def faulty(asked: GenerateRequest, outbox: Outbox, number: int) -> None:
+        async def faulty(asked: GenerateRequest, outbox: DeltaOutbox, number: int) -> None:
             if asked.request_id == "faulty":
                 raise ValueError("a fault")
             await generate_into(asked, outbox, number)

@@ -44,7 +44,7 @@ async def test_requests_wait_in_the_ingress_and_not_in_replicas(make_world: Make
 
 async def test_samples_of_one_prompt_share_a_replica_with_room(make_world: MakeWorld):
     world = make_world(*(FakeReplica(name, num_slots=6) for name in "abc"))
-    streams = world.dispatcher.start([request(str(number), seed=number) for number in range(6)])
+    streams = world.dispatcher.streams([request(str(number), seed=number) for number in range(6)])
     await asyncio.gather(*map(read, streams))
     assert sorted(len(replica.started) for replica in world.replicas) == [0, 0, 6]
 

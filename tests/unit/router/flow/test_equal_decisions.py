@@ -13,8 +13,8 @@ from router.balancing.policy import LeastTokens, PrefixIndex
 from router.flow.capacity_index import CapacityIndex
 from router.flow.flow_control import FlowController, FlowLimits, SampleGroup, _PendingPlacement
 from router.flow.flow_queue import BandLimits
+from router.flow.placements import Placement
 from router.flow.slots import LateBinding
-from router.flow.usage import Placement
 from router.timeline import Timeline
 from router.types import Candidates, Reason
 from testkit.router.plain_decisions import Choice, PlainDecisions, cluster_of

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-import router.flow.usage as usage_module
+import router.flow.placements as placements_module
 from replicas.engine.stats import TenantUsage
 from replicas.protocol import Band, ReplicaStats, TenantTokens
 from router.balancing.load_table import PollChanges
-from router.flow.usage import UsageReconciler
+from router.flow.placements import UsageReconciler
 from testkit.router.simulated_replicas import stats
 
 BAND = Band.STANDARD
@@ -83,7 +83,7 @@ def test_a_replica_that_stays_away_is_forgotten_and_comes_back_as_a_new_one() ->
     usage = Polled(served("a", x=0), served("b", x=0))
     usage.record("x", 1000)
     usage.record("x", 500, "never polled")
-    for _ in range(usage_module._MAX_MISSED_POLLS):
+    for _ in range(placements_module._MAX_MISSED_POLLS):
         assert usage.poll(served("b", x=0)) == {}
         assert usage.usage._own.keys() == {"a", "never polled"}
     assert usage.poll(served("b", x=0)) == {}
