@@ -46,6 +46,8 @@ MAY_SEE = {
 }
 MAX_ROOT_FILES = 8
 MAX_PARAMETERS = 5
+FEW_LINES = 40
+MAX_SMALL_FILES = 12
 WIDE_CONSTRUCTORS = {"CompletionService", "LogitsProcessors", "Sampler", "AsyncEngine"}
 
 # Third-party packages, and the only folders that may import them.
@@ -276,6 +278,13 @@ def test_constructors_have_few_parameters() -> None:
         if len(method.args.args) + len(method.args.kwonlyargs) - 1 > MAX_PARAMETERS
     }
     assert wide <= WIDE_CONSTRUCTORS
+
+
+def test_few_files_of_the_product_are_small() -> None:
+    sources = [source for package in PRODUCT for source in sorted((ROOT / package).rglob("*.py"))]
+    whole = [source for source in sources if source.name != "__init__.py" and "migrations" not in source.parts]
+    small = [str(source.relative_to(ROOT)) for source in whole if len(source.read_text().splitlines()) < FEW_LINES]
+    assert len(small) <= MAX_SMALL_FILES, f"{small}: which files do they belong to?"
 
 
 @pytest.mark.parametrize("library", list(CONFINED))

@@ -227,6 +227,7 @@ def test_a_model_with_the_parts_of_a_gpu_equals_generate(tmp_path: Path, archite
     check_equals_generate(engine, path, random_prompts((5, 30)), max_tokens=5)
 
 
+@pytest.mark.deep  # The padded steps below run the same kernels in an engine.
 def test_equals_generate(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama", with_tokenizer=False)
     loaded = load(path)

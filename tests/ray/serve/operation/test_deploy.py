@@ -148,14 +148,23 @@ def _serving_replica(cluster) -> str | None:
         return None
 
 
-def test_the_cluster_file_is_valid_and_its_command_deploys(cluster):
-    config = prepare_config(yaml.safe_load((ROOT / "cluster.yaml").read_text()))
-    validate_config(config)
-    assert config["available_node_types"]["gpu_worker"]["min_workers"] == 0
-    assert config["available_node_types"]["gpu_worker"]["max_workers"] >= 1
+@pytest.fixture
+def cluster_file() -> dict[str, Any]:
+    config: dict[str, Any] = prepare_config(yaml.safe_load((ROOT / "cluster.yaml").read_text()))
+    return config
+
+
+def test_the_cluster_file_is_valid(cluster_file):
+    validate_config(cluster_file)
+    assert cluster_file["available_node_types"]["gpu_worker"]["min_workers"] == 0
+    assert cluster_file["available_node_types"]["gpu_worker"]["max_workers"] >= 1
+
+
+@pytest.mark.deep
+def test_the_command_of_the_cluster_file_deploys(cluster, cluster_file):
     if not (ROOT / "replicas" / "demo" / "config.json").exists():
         pytest.skip("the demo model is not there")
-    cluster.run(config["head_start_ray_commands"][-1])
+    cluster.run(cluster_file["head_start_ray_commands"][-1])
     wait_for(
         lambda: cluster.application().get("deployed_app_config", {}).get("args", {}).get("max_num_seqs") == 128,
         "the command's configuration has arrived",
