@@ -112,7 +112,7 @@ class DeadlineExceeded(ServingError):
 
 
 class ReplicaLost(ServingError):
-    """Failure because the request's replica is gone. It has died if `has_died`; otherwise it was stopped in order."""
+    """Failure because the request's replica is gone. It has died if `has_died`; otherwise it was stopped gracefully."""
 
     kind = ErrorKind.LOST
     code = "replica_lost"

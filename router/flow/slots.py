@@ -47,9 +47,9 @@ class LateBinding:
        replica's queue, so it may be sent before a slot is free.
     5. A replica on which only other ingresses run requests of the band takes at least one. Otherwise they would refill
        its slots before this ingress learns of a free one.
-    6. A request needs blocks for its tokens, free or held by lower bands. Exceptions: the replica is empty (it refuses
-       what never fits), the request's band is starved (the engine keeps freed blocks for a promoted request), or 5.
-       holds.
+    6. The blocks of a request must be free or held by lower bands. They need not be in three cases: the replica is
+       empty, since it refuses what never fits; the band is starved, since the engine keeps freed blocks for a promoted
+       request; and in case 5.
     7. A replica without a slot has capacity for a tenant below its fair share of the band's slots, until all tenants
        with requests there can have their shares. The request must be on the replica to take a slot: the engine then
        preempts a tenant beyond its share. The blocks of such slots count as free.

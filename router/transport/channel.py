@@ -77,7 +77,7 @@ class Channel:
         """Number of batches whose reading the replica knows of."""
         self.acknowledging: asyncio.Task[None] | None = None
         self.is_stopping = False
-        """True if the replica was being stopped in order when its last deltas came."""
+        """True if the replica was being stopped gracefully when its last deltas came."""
         self._on_idle = on_idle
         self._closing: asyncio.TimerHandle | None = None
 
@@ -122,7 +122,7 @@ class Channel:
                 stream.fail(self.as_stopped(error))
 
     def as_stopped(self, error: Exception) -> Exception:
-        """Return an error of the replica; the end of one that is being stopped in order is no death."""
+        """Return an error of the replica; the end of one that is being stopped gracefully is no death."""
         if not (self.is_stopping and isinstance(error, ReplicaLost)):
             return error
         stopped = ReplicaLost("the replica was stopped before the request ended", has_died=False)

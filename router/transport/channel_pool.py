@@ -44,7 +44,7 @@ class ChannelPool:
         is_stopping: Callable[[str], bool],
         limits: ChannelLimits = _DEFAULT_LIMITS,
     ) -> None:
-        """`is_stopping` says if a replica is being stopped in order: then its end is no death."""
+        """`is_stopping` says if a replica is being stopped gracefully: then its end is no death."""
         self._ingress_id = ingress_id
         self._transport = transport
         self._is_stopping = is_stopping

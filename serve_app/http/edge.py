@@ -1,4 +1,4 @@
-"""Edge of the server: middleware in Ray Serve's HTTP proxies, in front of every request.
+"""Edge of a server that `headway serve` has started: middleware in Ray Serve's HTTP proxies.
 
 Serve takes it from the function that `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names (`MIDDLEWARE_PATH`). It sees a
 request once its headers are complete; Serve's HTTP server has no limit before that (docs/limits.md).

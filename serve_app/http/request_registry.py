@@ -71,7 +71,7 @@ class RequestRegistry:
         self._by_key: dict[_Key, dict[_Entry, None]] = {}
 
     def begin(self, exchange: Exchange, body: GenerationBody, owner: WorkOwner) -> None:
-        """Add a completion whose body has been read and parsed."""
+        """Add a completion whose body has been read and parsed, and note the time in its timeline."""
         exchange.timeline.received(self._clock())
         tenant, ids = exchange.principal.tenant, dict.fromkeys((exchange.request_id, exchange.unique_id))
         keys = tuple((viewer, exchange_id) for viewer in (tenant, None) for exchange_id in ids)

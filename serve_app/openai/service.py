@@ -17,7 +17,7 @@ from replicas.text.tokenizer_files import vocab_size_of
 from router.dispatch import Dispatcher
 from router.timeline import Timeline
 from router.types import Headroom
-from serve_app.openai.reply.fan_in import Deltas, IndexedDelta, read_together
+from serve_app.openai.reply.fan_in import DeltaContext, IndexedDelta, merge_streams
 from serve_app.openai.reply.format import (
     ChatFormat,
     CompletionFormat,
@@ -264,14 +264,14 @@ class CompletionService:
         """Return the room that flow control has left for the completion's tenant in its band."""
         return self._dispatcher.headroom(prepared.requests[0].band, prepared.requests[0].tenant)
 
-    def streams(self, prepared: PreparedCompletion) -> Deltas:
+    def streams(self, prepared: PreparedCompletion) -> DeltaContext:
         """Return the deltas of all sequences. The first read starts them; leaving the context aborts the unfinished."""
-        deltas = read_together(self._dispatcher.streams(prepared.requests, prepared.timelines))
+        deltas = merge_streams(self._dispatcher.streams(prepared.requests, prepared.timelines))
         return deltas if self._meter is None else self._metered(self._meter, prepared, deltas)
 
     @contextlib.asynccontextmanager
     async def _metered(
-        self, meter: Meter, prepared: PreparedCompletion, deltas: Deltas
+        self, meter: Meter, prepared: PreparedCompletion, deltas: DeltaContext
     ) -> AsyncIterator[AsyncGenerator[IndexedDelta, None]]:
         try:
             async with deltas as arriving:

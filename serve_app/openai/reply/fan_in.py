@@ -21,11 +21,11 @@ class IndexedDelta:
     delta: TokenDelta
 
 
-Deltas = AbstractAsyncContextManager[AsyncGenerator[IndexedDelta, None]]
+DeltaContext = AbstractAsyncContextManager[AsyncGenerator[IndexedDelta, None]]
 """Context in which the deltas of a request's streams can be read."""
 
 
-def read_together(streams: Sequence[DeltaStream]) -> Deltas:
+def merge_streams(streams: Sequence[DeltaStream]) -> DeltaContext:
     """Return the deltas of all streams, in order of arrival.
 
     One stream is read in the reader's own task, several streams in one task each. The iteration ends when every stream

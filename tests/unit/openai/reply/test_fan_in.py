@@ -7,7 +7,7 @@ import pytest
 
 from replicas.errors import RequestAborted, ServingError
 from replicas.protocol import FinishReason, TokenDelta, Usage
-from serve_app.openai.reply.fan_in import read_together
+from serve_app.openai.reply.fan_in import merge_streams
 
 
 class Scripted:
@@ -35,14 +35,14 @@ class Scripted:
 
 
 async def read_all(scripted: Sequence[Scripted]) -> None:
-    async with read_together([each.stream() for each in scripted]) as deltas:
+    async with merge_streams([each.stream() for each in scripted]) as deltas:
         async for _ in deltas:
             pass
 
 
 async def test_one_stream_is_read_without_a_task() -> None:
     scripted, num_tasks = Scripted(), len(asyncio.all_tasks())
-    async with read_together([scripted.stream()]) as deltas:
+    async with merge_streams([scripted.stream()]) as deltas:
         seen = [(item.index, item.delta.start, len(asyncio.all_tasks())) async for item in deltas]
     assert seen == [(0, start, num_tasks) for start in range(3)]
 
@@ -50,7 +50,7 @@ async def test_one_stream_is_read_without_a_task() -> None:
 @pytest.mark.parametrize("num_streams", [1, 2])
 async def test_all_deltas_of_every_stream_come_in_its_order(num_streams: int) -> None:
     scripted = [Scripted(5) for _ in range(num_streams)]
-    async with read_together([each.stream() for each in scripted]) as deltas:
+    async with merge_streams([each.stream() for each in scripted]) as deltas:
         seen = [(item.index, item.delta.start) async for item in deltas]
     for index in range(num_streams):
         assert [start for number, start in seen if number == index] == list(range(5))
@@ -58,7 +58,7 @@ async def test_all_deltas_of_every_stream_come_in_its_order(num_streams: int) ->
 
 async def test_a_stream_closes_with_its_last_delta() -> None:
     scripted = Scripted(1)
-    async with read_together([scripted.stream()]) as deltas:
+    async with merge_streams([scripted.stream()]) as deltas:
         assert (await anext(deltas)).delta.finish_reason is FinishReason.LENGTH
         assert scripted.is_closed
 
@@ -66,7 +66,7 @@ async def test_a_stream_closes_with_its_last_delta() -> None:
 @pytest.mark.parametrize("num_streams", [1, 2])
 async def test_leaving_closes_every_stream(num_streams: int) -> None:
     scripted = [Scripted(5) for _ in range(num_streams)]
-    async with read_together([each.stream() for each in scripted]) as deltas:
+    async with merge_streams([each.stream() for each in scripted]) as deltas:
         await anext(deltas)
     assert all(each.is_closed for each in scripted)
 
