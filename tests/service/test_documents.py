@@ -23,15 +23,15 @@ URL = "http://127.0.0.1:8000"
 """Address of the server in the documents."""
 MODEL = "SmolLM2-135M-Instruct"
 ELSEWHERE = {
-    "make serve": "tests/ray/serve/launch/test_launcher.py",
-    "headway serve": "tests/ray/serve/launch/test_launcher.py and tests/unit/cli",
+    "make serve": "tests/ray/own/test_launcher.py",
+    "headway serve": "tests/ray/own/test_launcher.py and tests/unit/cli",
     "make": "CI",
     "headway models pull": "it downloads; tests/unit/cli/test_models_command.py",
     "headway models rm": "it asks; tests/unit/cli/test_models_command.py",
     "headway doctor": "tests/unit/cli/test_doctor.py",
     ". ": "it changes the shell; tests/ray/serve/launch/test_private_cluster.py runs Ray's commands after it",
     "ray ": "tests/ray/serve/launch/test_private_cluster.py; `ray up` needs an account",
-    "serve ": "tests/ray/serve/operation/test_deploy.py",
+    "serve ": "tests/ray/own/test_deploy.py",
     "kubectl ": "tests/unit/test_deploy_files.py checks the file against its schema",
     "docker ": "tests/unit/test_deploy_files.py",
     "headway bench --concurrency 1,4,16": "it takes minutes; docs/commands.md has a shorter one",

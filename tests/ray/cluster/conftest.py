@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from testkit.engine.faulty_runner import FAULTS_VARIABLE
-from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.otlp_receiver import OtlpReceiver, otlp_receiver
 from testkit.serving.raylets import Raylets, serving
 from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients
 from testkit.serving.streams import clients as open_clients
+from tests.ray.conftest import MODEL_NAME
 
 NUM_REPLICAS = 2
 NUM_SLOTS = 4
@@ -20,7 +20,6 @@ NUM_SLOTS = 4
 NUM_INGRESSES = 2
 LONG = 30_000
 """Output tokens that no test waits for."""
-MODEL_NAME = "tiny-llama"
 
 
 def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -50,13 +49,13 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def application(tmp_path_factory: pytest.TempPathFactory, traces: OtlpReceiver, faults: Path) -> Iterator[Raylets]:
-    checkpoint = tmp_path_factory.mktemp("checkpoints") / MODEL_NAME
-    checkpoint.mkdir()
+def application(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, traces: OtlpReceiver, faults: Path
+) -> Iterator[Raylets]:
     with serving(
         tmp_path_factory.mktemp("home"),
         {FAULTS_VARIABLE: str(faults)},
-        model=write_checkpoint(checkpoint, max_position_embeddings=32768),
+        model=checkpoint,
         dtype="float32",
         num_replicas=NUM_REPLICAS,
         num_ingress_replicas=NUM_INGRESSES,

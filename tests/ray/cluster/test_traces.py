@@ -15,7 +15,8 @@ from testkit.otlp_receiver import OtlpReceiver, ReceivedSpan
 from testkit.serving.raylets import Raylets
 from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients
-from tests.ray.cluster.conftest import MODEL_NAME, body
+from tests.ray.cluster.conftest import body
+from tests.ray.conftest import MODEL_NAME
 
 TOLERANCE_NS = 2_000_000
 

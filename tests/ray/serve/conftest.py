@@ -9,23 +9,13 @@ import pytest
 
 from testkit.http.scripted_dispatcher import write_keys
 from testkit.limits import LIMIT_S
-from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.serving.served import Served, serving
 
 NUM_SLOTS = 4
 """Sequences that run together in each of the two replicas."""
-MODEL_NAME = "tiny-llama"
 KEY = "acme"
 """The API key, and the tenant, of the application's clients."""
 HEADERS = {"authorization": f"Bearer {KEY}"}
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random llama with a context that is long enough for streams of many seconds."""
-    path = tmp_path_factory.mktemp("checkpoints") / MODEL_NAME
-    path.mkdir()
-    return write_checkpoint(path, max_position_embeddings=32768)
 
 
 @pytest.fixture(scope="package")

@@ -1,1 +1,1 @@
-"""`make serve` as a program: its start, its end, its neighbours and its repair."""
+"""The private cluster of `make serve`: its ports, its profiles and its neighbours."""

@@ -1,1 +1,1 @@
-"""What operators do with a served application: deploy, update, scale, watch."""
+"""What operators see of a served application: Prometheus and Ray's dashboard."""

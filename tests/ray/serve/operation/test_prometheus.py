@@ -26,7 +26,8 @@ from testkit.metrics_page import MetricRow, sections
 from testkit.serving.batch_calls import ended, line, submit
 from testkit.serving.prometheus import PROMETHEUS, Prometheus, prometheus
 from testkit.serving.served import Served, wait_for
-from tests.ray.serve.conftest import HEADERS, KEY, MODEL_NAME
+from tests.ray.conftest import MODEL_NAME
+from tests.ray.serve.conftest import HEADERS, KEY
 
 pytestmark = [pytest.mark.deep, pytest.mark.skipif(PROMETHEUS is None, reason="there is no Prometheus here")]
 

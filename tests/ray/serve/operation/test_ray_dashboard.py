@@ -8,7 +8,7 @@ import pytest
 from testkit.http.chromium import CHROMIUM
 from testkit.serving.ray_dashboard import ray_dashboard
 from testkit.serving.served import Served
-from tests.ray.serve.conftest import MODEL_NAME
+from tests.ray.conftest import MODEL_NAME
 
 pytestmark = [pytest.mark.deep, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")]
 

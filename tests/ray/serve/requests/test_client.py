@@ -3,7 +3,7 @@
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.ray.serve.conftest import MODEL_NAME
+from tests.ray.conftest import MODEL_NAME
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "the quick brown fox"}]
 

@@ -10,7 +10,8 @@ import pytest
 from testkit.http.fuzzer import Fuzzer
 from testkit.http.scripted_dispatcher import write_keys
 from testkit.serving.served import Served, serving
-from tests.ray.serve.conftest import KEY, MODEL_NAME
+from tests.ray.conftest import MODEL_NAME
+from tests.ray.serve.conftest import KEY
 
 pytestmark = pytest.mark.deep
 

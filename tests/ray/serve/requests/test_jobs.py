@@ -17,7 +17,7 @@ import pytest
 
 from testkit.limits import LIMIT_S
 from testkit.serving.served import Served, serving, stop, wait_for
-from tests.ray.serve.conftest import MODEL_NAME
+from tests.ray.conftest import MODEL_NAME
 
 NUM_LINES = 300
 OUTPUT_TOKENS = 200

@@ -11,7 +11,7 @@ import yaml
 from serve_app.keys.key_file import digest_of
 from testkit.limits import LIMIT_S
 from testkit.serving.served import Served, serving, wait_for
-from tests.ray.serve.conftest import MODEL_NAME
+from tests.ray.conftest import MODEL_NAME
 
 pytestmark = pytest.mark.deep
 

@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from testkit.limits import LIMIT_S
 from testkit.serving.served import OUTPUT, Served, wait_for
-from tests.ray.serve.conftest import HEADERS, KEY, MODEL_NAME, NUM_SLOTS
+from tests.ray.conftest import MODEL_NAME
+from tests.ray.serve.conftest import HEADERS, KEY, NUM_SLOTS
 
 
 def held(app: Served) -> int:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from serve_app.config import HeadwayConfig
 from testkit.limits import LIMIT_S
 from testkit.serving.served import Served, serving, wait_for
-from tests.ray.serve.conftest import MODEL_NAME
+from tests.ray.conftest import MODEL_NAME
 
 NUM_SLOTS = 2
 MAX_REPLICAS = 2

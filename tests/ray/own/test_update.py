@@ -13,8 +13,8 @@ import pytest
 from testkit.limits import LIMIT_S, START_LIMIT_S
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.serving.served import wait_for
-from tests.ray.serve.conftest import MODEL_NAME
-from tests.ray.serve.operation.test_deploy import Cluster, cluster, local_config  # noqa: F401
+from tests.ray.conftest import MODEL_NAME
+from tests.ray.own.test_deploy import Cluster, cluster, local_config  # noqa: F401
 
 pytestmark = pytest.mark.deep
 

@@ -19,7 +19,7 @@ from serve_app.cli.server.private_cluster import private_ray_environment
 from testkit.free_port import free_port
 from testkit.limits import LIMIT_S, START_LIMIT_S
 from testkit.serving.served import ROOT, Served, clean_environment, running, wait_for
-from tests.ray.serve.conftest import MODEL_NAME
+from tests.ray.conftest import MODEL_NAME
 
 CONFIGS = ROOT / "serve_app" / "configs"
 
