@@ -38,6 +38,7 @@ PROMPTS = random_prompts((5, 33, 60, 90))
 GREEDY = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=1.0, top_p=0.95, seed=7)
 WHOLE = Sizes(max_num_batched_tokens=512)
+ONE_OF_EACH_KIND = ("llama", "gpt2", "gemma2-window", "qwen3_moe", "gpt_oss-window", "deepseek_v3")
 POISON = 2  # No random prompt has this token.
 POISONED_PROMPTS = random_prompts((9, 21, 35, 18, 50, 7), seed=8)
 # Of blocks of 4, the prompts take 49 and the finished sequences 65.
@@ -51,10 +52,26 @@ class Case:
     """Output of `generate()` for each prompt."""
 
 
+def case_of(architecture: str) -> Case:
+    expected = cached_reference(architecture, PROMPTS, NUM_OUTPUT_TOKENS)
+    return Case(load(cached_checkpoint(architecture)), expected)
+
+
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def case(request: pytest.FixtureRequest) -> Case:
-    expected = cached_reference(request.param, PROMPTS, NUM_OUTPUT_TOKENS)
-    return Case(load(cached_checkpoint(request.param)), expected)
+    return case_of(request.param)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        architecture if architecture in ONE_OF_EACH_KIND else pytest.param(architecture, marks=pytest.mark.deep)
+        for architecture in ARCHITECTURES
+    ],
+)
+def kind(request: pytest.FixtureRequest) -> Case:
+    """Where the engine does the same for all models, one of each kind of layers and cache; deep: all."""
+    return case_of(request.param)
 
 
 def test_reference_output_is_diverse(case: Case) -> None:
@@ -67,17 +84,17 @@ def test_alone_and_whole_equals_generate(case: Case) -> None:
     assert [tokens(engine, [prompt], GREEDY)[0] for prompt in PROMPTS] == case.expected
 
 
-def test_batched_and_chunked_equals_generate(case: Case) -> None:
-    assert tokens(build_engine(case.loaded), PROMPTS, GREEDY) == case.expected
+def test_batched_and_chunked_equals_generate(kind: Case) -> None:
+    assert tokens(build_engine(kind.loaded), PROMPTS, GREEDY) == kind.expected
 
 
-def test_prefix_hit_equals_cold(case: Case) -> None:
-    engine = build_engine(case.loaded)
+def test_prefix_hit_equals_cold(kind: Case) -> None:
+    engine = build_engine(kind.loaded)
     requests = requests_for(PROMPTS, GREEDY)
     cold, warm = run(engine, requests), run(engine, requests)
     assert [output.usage.cached_tokens for output in warm] == [0, 32, 48, 80]
-    assert [list(output.token_ids) for output in cold] == case.expected
-    assert [list(output.token_ids) for output in warm] == case.expected
+    assert [list(output.token_ids) for output in cold] == kind.expected
+    assert [list(output.token_ids) for output in warm] == kind.expected
 
 
 def test_preempted_equals_uninterrupted(case: Case) -> None:
@@ -86,10 +103,10 @@ def test_preempted_equals_uninterrupted(case: Case) -> None:
     assert num_preemptions(engine) > 0
 
 
-def test_seeded_sampling_is_the_same_alone_batched_and_preempted(case: Case) -> None:
-    alone = [tokens(build_engine(case.loaded, WHOLE), [prompt], SEEDED)[0] for prompt in PROMPTS]
-    assert alone != case.expected
-    preempting = build_engine(case.loaded, TIGHT)
+def test_seeded_sampling_is_the_same_alone_batched_and_preempted(kind: Case) -> None:
+    alone = [tokens(build_engine(kind.loaded, WHOLE), [prompt], SEEDED)[0] for prompt in PROMPTS]
+    assert alone != kind.expected
+    preempting = build_engine(kind.loaded, TIGHT)
     assert tokens(preempting, PROMPTS, SEEDED) == alone
     assert num_preemptions(preempting) > 0
 
