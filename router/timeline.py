@@ -193,7 +193,7 @@ class Timeline:
             # The phases explain the time on the replica. The rest is the way of the delta.
             self._open = Part.PREFILL if delta.phases is None else Part.DELIVERED
         self._usage = delta.usage
-        self._spend(now, Part.DECODE, self._news(delta.phases))
+        self._spend(now, Part.DECODE, self._new_phase_seconds(delta.phases))
         self.num_output_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self.finished_s = now
@@ -223,14 +223,14 @@ class Timeline:
         before, usage = self._work_before, self._usage
         if usage is None:
             return before
-        num_again = usage.recomputed_tokens
+        num_recomputed = usage.recomputed_tokens
         if before.computed_tokens:
             # The first step that samples here computes what the replicas before had computed.
             num_new = max(0, self.num_output_tokens - self._num_output_before - 1)
-            num_again = max(num_again, usage.computed_tokens - num_new)
+            num_recomputed = max(num_recomputed, usage.computed_tokens - num_new)
         return Work(
             before.computed_tokens + usage.computed_tokens,
-            before.recomputed_tokens + num_again,
+            before.recomputed_tokens + num_recomputed,
             before.device_s + usage.device_s,
         )
 
@@ -269,17 +269,17 @@ class Timeline:
         if self.placements[-1].replica_id != replica_id:
             self.placements[-1] = replace(self.placements[-1], replica_id=replica_id)
 
-    def _news(self, phases: PhaseSeconds | None) -> Seconds:
+    def _new_phase_seconds(self, phases: PhaseSeconds | None) -> Seconds:
         """Return what a replica's report adds to the parts."""
         if phases is None:
             return {}
         known, self._phases = self._phases, phases
         self.num_preemptions = self._num_preempted_before + phases.num_preemptions
-        is_again = self.num_migrations > 0 and self.num_output_tokens > 0
+        is_resumed = self.num_migrations > 0 and self.num_output_tokens > 0
         news = {
             Part.QUEUED_REPLICA: phases.waiting_s - known.waiting_s,
             Part.PREEMPTED: phases.preempted_s - known.preempted_s,
-            Part.MIGRATED if is_again else Part.PREFILL: phases.prefill_s - known.prefill_s,
+            Part.MIGRATED if is_resumed else Part.PREFILL: phases.prefill_s - known.prefill_s,
         }
         if known.total_s == 0.0:
             news[Part.DECODE] = phases.decode_s

@@ -166,7 +166,7 @@ def _add_routes(
     app: FastAPI, endpoints: Sequence[object], dependencies: Mapping[Access, Sequence[params.Depends]]
 ) -> None:
     """Add the declared handlers; the first route that matches a request is used."""
-    for operation, handler in chain.from_iterable(routes_of(each).items() for each in endpoints):
+    for operation, handler in chain.from_iterable(routes_of(endpoint).items() for endpoint in endpoints):
         checks = dependencies[operation.access]
         app.add_api_route(operation.path, handler, methods=[operation.method], dependencies=checks, response_model=None)
 

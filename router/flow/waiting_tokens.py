@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
+from typing import NamedTuple
 
 _MAX_BUCKET = 64
 
@@ -78,9 +79,8 @@ class SummedKeys:
         self._sums.insert(index + 1, value)
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingTokens:
-    """Tokens of one tenant that wait."""
+class WaitingTokens(NamedTuple):
+    """Tokens of one tenant that wait. A tuple, since thousands are made after a poll."""
 
     counter: int
     """The tenant's virtual token counter."""
@@ -103,11 +103,11 @@ class TokensByTurn:
     def __init__(self, tenants: Mapping[str, WaitingTokens]) -> None:
         self._tenants = tenants
         # Each tenant adds turn + (first - counter) from its counter on, and no more than `total` from `end` on.
-        starts = sorted((tokens.counter, tokens.first - tokens.counter) for tokens in tenants.values())
-        ends = sorted(tokens.counter + tokens.total - tokens.first for tokens in tenants.values())
-        self._starts, self._ends = [counter for counter, _ in starts], ends
-        self._start_sums = list(accumulate((offset for _, offset in starts), initial=0))
-        self._end_sums = list(accumulate(ends, initial=0))
+        by_start = sorted(tenants.values(), key=attrgetter("counter"))
+        self._starts = [counter for counter, _, _ in by_start]
+        self._start_sums = list(accumulate([first - counter for counter, _, first in by_start], initial=0))
+        self._ends = sorted([counter + total - first for counter, total, first in by_start])
+        self._end_sums = list(accumulate(self._ends, initial=0))
 
     def served_until(self, turn: int, but: str) -> int:
         """Return the tokens that all tenants but one are served until a turn."""

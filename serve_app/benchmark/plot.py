@@ -58,13 +58,13 @@ def windows(rows: Sequence[Row], targets: Targets) -> list[Window]:
 
 def plot_over_time(path: Path, rows: Sequence[Row], targets: Targets, title: str) -> None:
     """Draw TTFT, ITL, throughput and goodput over the time of one level."""
-    found = windows(rows, targets)
-    times = [window.start_s for window in found]
+    spans = windows(rows, targets)
+    times = [window.start_s for window in spans]
     _draw(path, title, "seconds", times, [
-        [window.ttft_ms for window in found],
-        [window.itl_ms for window in found],
-        [(window.tokens_per_s,) for window in found],
-        [(window.goodput_tokens_per_s,) for window in found],
+        [window.ttft_ms for window in spans],
+        [window.itl_ms for window in spans],
+        [(window.tokens_per_s,) for window in spans],
+        [(window.goodput_tokens_per_s,) for window in spans],
     ])  # fmt: skip
 
 

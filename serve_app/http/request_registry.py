@@ -137,7 +137,7 @@ class RequestRegistry:
         entries = [*self._running.values(), *self._ended.values()]
         assert all((entry.exchange is None) == (entry.description is not None) for entry in entries)
         assert all(self._by_key.values())
-        known = {(key, entry) for key, found in self._by_key.items() for entry in found}
+        known = {(key, entry) for key, of_key in self._by_key.items() for entry in of_key}
         assert known == {(key, entry) for entry in entries for key in entry.keys}
 
     def _key(self, request_id: str, principal: Principal) -> _Key:

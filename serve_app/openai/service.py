@@ -187,7 +187,7 @@ class CompletionService:
         make_parser = self._parser_factory(body, text, is_bound=grammar is not None)
         if make_parser is not None and self._tokenizer.marker_token_ids:
             visible = self._tokenizer.marker_token_ids
-            requests = tuple(_with_params(each, visible_special_token_ids=visible) for each in requests)
+            requests = tuple(_with_params(generation, visible_special_token_ids=visible) for generation in requests)
         check_tokens(requests, card, "messages", self._tokenizer.token_of)
         return self._prepared(
             head=head,
@@ -350,7 +350,7 @@ class CompletionService:
         if grammar is None and not bad_words:
             return requests
         text = None if grammar is None else grammar.grammar
-        return tuple(_with_params(each, grammar=text, bad_words=bad_words) for each in requests)
+        return tuple(_with_params(generation, grammar=text, bad_words=bad_words) for generation in requests)
 
     def _cache_salt(self, body: GenerationBody, caller: Caller) -> str | None:
         """Return the salt of the prefix cache: the tenant, if caches are apart by tenant, and the client's own."""

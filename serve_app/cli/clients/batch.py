@@ -224,12 +224,12 @@ def _describe(batch: JsonObject, console: Console) -> None:
     for name, value in lines:
         if value is not None:
             console.print(f"{name:<13}{value}", markup=False)
-    found = (batch["errors"] or {}).get("data") or []
-    for error in found[:_MAX_SHOWN_ERRORS]:
+    errors = (batch["errors"] or {}).get("data") or []
+    for error in errors[:_MAX_SHOWN_ERRORS]:
         place = "" if error["line"] is None else f"line {error['line']}: "
         console.print(f"error: {place}{error['message']}", markup=False)
-    if len(found) > _MAX_SHOWN_ERRORS:
-        console.print(f"... and {len(found) - _MAX_SHOWN_ERRORS} more errors", markup=False)
+    if len(errors) > _MAX_SHOWN_ERRORS:
+        console.print(f"... and {len(errors) - _MAX_SHOWN_ERRORS} more errors", markup=False)
 
 
 def _default_targets(batch: JsonObject) -> dict[str, Path]:

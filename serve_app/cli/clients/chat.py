@@ -173,8 +173,8 @@ class ChatSession:
         elif name:
             _print_error(f"the server has no model {name}; it has {', '.join(names)}")
         else:
-            for found in names:
-                print(f"{'*' if found == self.model else ' '} {found}")
+            for known in names:
+                print(f"{'*' if known == self.model else ' '} {known}")
 
     def _save(self, file: str) -> None:
         path = _path(file)

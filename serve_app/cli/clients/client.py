@@ -30,10 +30,10 @@ def root_of(url: str | None) -> str | None:
         return None
     text = url.strip() if "://" in url else f"http://{url.strip()}"
     try:
-        found = httpx.URL(text)
+        parsed = httpx.URL(text)
     except httpx.InvalidURL as error:
         raise typer.BadParameter(f"'{url}' is not a URL: {error}") from None
-    if found.scheme not in ("http", "https") or not found.host:
+    if parsed.scheme not in ("http", "https") or not parsed.host:
         raise typer.BadParameter(f"'{url}' is not the URL of an HTTP server, such as {DEFAULT_URL}")
     return text.rstrip("/").removesuffix(_API).rstrip("/")
 

@@ -56,9 +56,9 @@ def complete(
             answer = client.json("POST", _PATH, json=body, timeout=ANSWER_TIMEOUT)
             print(json.dumps(answer, indent=2, ensure_ascii=False))
             return
-        found = stream_answer(client, _PATH, body, write_to_stdout)
+        streamed = stream_answer(client, _PATH, body, write_to_stdout)
         print()
-        if found.is_stopped:
+        if streamed.is_stopped:
             raise typer.Exit(STOPPED)
-        if found.finish_reason == "length" and sys.stderr.isatty():
+        if streamed.finish_reason == "length" and sys.stderr.isatty():
             stderr().print(f"[dim](cut off after {max_tokens} tokens; see --max-tokens)[/]")

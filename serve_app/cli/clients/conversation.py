@@ -34,12 +34,12 @@ class Conversation:
 
     def messages(self, question: str | None = None) -> list[JsonObject]:
         """Return the messages of all answered turns, and after them the question."""
-        found = [] if self.system is None else [{"role": "system", "content": self.system}]
+        turns = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn in self.turns:
             if turn.answer:
-                found.append({"role": "user", "content": turn.question})
-                found.append({"role": "assistant", "content": turn.answer})
-        return found if question is None else [*found, {"role": "user", "content": question}]
+                turns.append({"role": "user", "content": turn.question})
+                turns.append({"role": "assistant", "content": turn.answer})
+        return turns if question is None else [*turns, {"role": "user", "content": question}]
 
     def save(self, path: Path, model: str) -> None:
         """Write the conversation to a file; replace that file only if it is a conversation.
@@ -64,12 +64,12 @@ class Conversation:
             pairs = [(message["role"], message["content"]) for message in messages]
         except (ValueError, KeyError, TypeError):
             raise NotAConversation(f"{path} is not a conversation that /save has written") from None
-        found = cls()
+        conversation = cls()
         if pairs and pairs[0][0] == "system":
-            found.system = str(pairs.pop(0)[1])
+            conversation.system = str(pairs.pop(0)[1])
         roles = [role for role, _ in pairs]
         if roles != ["user", "assistant"] * (len(pairs) // 2):
             raise NotAConversation(f"{path} does not alternate between the user and the assistant")
         texts = [str(content) for _, content in pairs]
-        found.turns = [Turn(*pair) for pair in zip(texts[::2], texts[1::2], strict=True)]
-        return found
+        conversation.turns = [Turn(*pair) for pair in zip(texts[::2], texts[1::2], strict=True)]
+        return conversation

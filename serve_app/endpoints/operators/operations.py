@@ -119,13 +119,13 @@ class OperationsEndpoints:
         They are those of this ingress, of the engines that answer, and of the jobs deployment. More than 32 engines are
         summed; `?engine=` shows one engine alone. Streams go on while the page is made.
         """
-        wanted = parse_body(EngineQuery, request.query_params, {}).engine
+        number = parse_body(EngineQuery, request.query_params, {}).engine
         engines: list[EngineMetrics] = []
         # Without an answer from the engines, the page still has this ingress's own metrics.
         with contextlib.suppress(ServingError):
             engines = await self.backends.dispatcher.metrics()
-        shown = engines_shown(engines, wanted)
-        if wanted is not None:
+        shown = engines_shown(engines, number)
+        if number is not None:
             parts = engine_parts(shown, self.model.name)
         else:
             jobs = await self._jobs_metrics()

@@ -133,10 +133,10 @@ class _Reduction:
     def _value(self, keyword: str, value: Any, place: str, depth: int) -> Any:
         """Return a keyword's value; schemas in it are reduced."""
         if keyword in _SCHEMA_MAPS and isinstance(value, Mapping):
-            return {name: self._any(each, f"{place}/{pointer_part(name)}", depth) for name, each in value.items()}
+            return {name: self._any(part, f"{place}/{pointer_part(name)}", depth) for name, part in value.items()}
         if keyword in _SCHEMA_LISTS or keyword in _SCHEMAS:
             if isinstance(value, list):
-                return [self._any(each, f"{place}/{index}", depth) for index, each in enumerate(value)]
+                return [self._any(part, f"{place}/{index}", depth) for index, part in enumerate(value)]
             return self._any(value, place, depth)
         return value
 

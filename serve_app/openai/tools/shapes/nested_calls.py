@@ -117,7 +117,8 @@ class NestedCalls:
             return False
         schema = (sink.tools[name].parameters if name in sink.tools else None) or {}
         try:
-            arguments = {each.name: _value(each, _part(schema, each.name)) for each in _elements(body, self.marker)}
+            elements = _elements(body, self.marker)
+            arguments = {one.name: _value(one, _part(schema, one.name)) for one in elements}
             sink.add_call(name, json_of(arguments))
         except ValueError:
             return False
@@ -164,10 +165,10 @@ def _value(element: _Element, schema: JsonObject) -> Any:
     if element.inner and element.text.strip():
         raise ValueError("text stands beside tags")
     types = admitted_types(schema)
-    if element.inner and "object" not in types and all(each.name == _ITEM for each in element.inner):
-        return [_value(each, items_of(schema)) for each in element.inner]
+    if element.inner and "object" not in types and all(inner.name == _ITEM for inner in element.inner):
+        return [_value(inner, items_of(schema)) for inner in element.inner]
     if element.inner:
-        return {each.name: _value(each, _part(schema, each.name)) for each in element.inner}
+        return {inner.name: _value(inner, _part(schema, inner.name)) for inner in element.inner}
     if not element.text.strip() and "string" not in types and types & {"array", "object"}:
         return [] if "array" in types else {}
     return typed_value(element.text, schema)

@@ -82,8 +82,8 @@ def bound_value(lark: Lark, schema: JsonObject, forms: ValueForms) -> str:
         return choices
     alternatives = schema.get("anyOf", schema.get("oneOf"))
     if alternatives and "type" not in schema:
-        schemas = [each if isinstance(each, dict) else {} for each in alternatives]
-        return lark.any_of([bound_value(lark, each, forms) for each in schemas])
+        schemas = [alternative if isinstance(alternative, dict) else {} for alternative in alternatives]
+        return lark.any_of([bound_value(lark, alternative, forms) for alternative in schemas])
     types = admitted_types(schema)
     if not types:
         return forms.any_value()

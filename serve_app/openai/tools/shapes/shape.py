@@ -136,9 +136,9 @@ def marker_of(special_tokens: Mapping[str, int]) -> Marker:
 
     def marker(text: str) -> str:
         parts, position = [], 0
-        for found in pattern.finditer(text):
-            parts += [_quoted(text[position : found.start()]), f"<[{special_tokens[found[0]]}]>"]
-            position = found.end()
+        for literal_match in pattern.finditer(text):
+            parts += [_quoted(text[position : literal_match.start()]), f"<[{special_tokens[literal_match[0]]}]>"]
+            position = literal_match.end()
         return " ".join(filter(None, [*parts, _quoted(text[position:])]))
 
     return marker
