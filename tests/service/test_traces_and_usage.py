@@ -36,7 +36,8 @@ async def http(checkpoint: Path, tmp_path: Path, receiver: OtlpReceiver) -> Asyn
     options = ReplicaOptions(
         ModelOptions(str(checkpoint), dtype="float32", num_threads=1),
         RunnerOptions(kv_cache_bytes=2**20),
-        EngineLimits(max_num_seqs=2),
+        # Without a prefix cache a preempted sequence is computed again, wherever in a block it stops.
+        EngineLimits(max_num_seqs=2, enable_prefix_caching=False),
         StreamOptions(),
     )
     tracing = TracingSettings(receiver.url, trace_sampling_ratio=0.0)
