@@ -70,7 +70,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     ],
 )
 def kind(request: pytest.FixtureRequest) -> Case:
-    """Where the engine does the same for all models, one of each kind of layers and cache; deep: all."""
+    """Case for what the engine does alike for all models: one model of each kind; with `--deep` all models."""
     return case_of(request.param)
 
 

@@ -14,7 +14,7 @@ from testkit.limits import LIMIT_S, START_LIMIT_S
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.serving.served import wait_for
 from tests.ray.conftest import MODEL_NAME
-from tests.ray.own.test_deploy import Cluster, cluster, local_config  # noqa: F401
+from tests.ray.own.conftest import Cluster, local_config
 
 pytestmark = pytest.mark.deep
 
@@ -70,7 +70,7 @@ def text_of(events: str) -> str:
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
-def replicas_of(cluster: Cluster) -> dict[str, set[str]]:  # noqa: F811
+def replicas_of(cluster: Cluster) -> dict[str, set[str]]:
     """Return the running replicas' ids by deployment."""
     return {
         name: {each["replica_id"] for each in deployment["replicas"] if each["state"] == "RUNNING"}
@@ -78,7 +78,7 @@ def replicas_of(cluster: Cluster) -> dict[str, set[str]]:  # noqa: F811
     }
 
 
-def update(cluster: Cluster, config: Path) -> Load:  # noqa: F811
+def update(cluster: Cluster, config: Path) -> Load:
     """Deploy a configuration under load; return the load, which has ended."""
     with Load(cluster.served.url, 4) as load:
         load.wait_until_running()
@@ -92,7 +92,7 @@ def update(cluster: Cluster, config: Path) -> Load:  # noqa: F811
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_an_update_replaces_only_what_reads_the_setting(
-    cluster, checkpoint, tmp_path, num_replicas  # noqa: F811
+    cluster, checkpoint, tmp_path, num_replicas
 ):  # fmt: skip
     fields: dict[str, Any] = {
         "model": str(checkpoint), "dtype": "float32", "kv_cache_bytes": "64MiB", "num_replicas": num_replicas,
@@ -121,7 +121,7 @@ def test_an_update_replaces_only_what_reads_the_setting(
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_new_weights_arrive_under_load_and_fail_no_request(
-    cluster, checkpoint, tmp_path, num_replicas  # noqa: F811
+    cluster, checkpoint, tmp_path, num_replicas
 ):  # fmt: skip
     """Every stream is of the old weights or of the new ones; none mixes them."""
     changed = tmp_path / "changed"

@@ -1,1 +1,1 @@
-"""What operators see of a served application: Prometheus and Ray's dashboard."""
+"""Prometheus and Ray's dashboard over a served application."""
