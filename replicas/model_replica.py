@@ -20,6 +20,7 @@ from replicas.engine.outbox import Coalescing, FlushPolicy
 from replicas.engine.output_processor import DecoderFactory
 from replicas.engine.step_watch import StepWatch
 from replicas.model.build import build_runner, warm_up
+from replicas.model.hardware.limits import cpu_limit
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.tokenizer import make_decoder
 from replicas.options import ReplicaOptions
@@ -136,9 +137,7 @@ class ModelReplica:
         for note in backend.notes:
             _log.warning("the checkpoint has a fault: %s", note)
         is_on_cpu = backend.device == "cpu"
-        default_chunks_per_s = (
-            _STREAM_CHUNKS_PER_S_ON_CPU * (os.cpu_count() or 1) if is_on_cpu else _STREAM_CHUNKS_PER_S
-        )
+        default_chunks_per_s = _STREAM_CHUNKS_PER_S_ON_CPU * cpu_limit().num_cpus if is_on_cpu else _STREAM_CHUNKS_PER_S
         self._coalescing = Coalescing(
             FlushPolicy(options.streams.coalesce_interval_s, options.streams.coalesce_tokens),
             options.streams.max_stream_chunks_per_s or default_chunks_per_s,

@@ -33,6 +33,7 @@ MAY_SEE = {
         "replicas.errors",
         "replicas.settings",
         "replicas.text.tokenizer_files",
+        "replicas.child_processes",
     ),
     "router": (
         "router",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, Hos
 from replicas.model.cuda_graphs.buffers import StepShape
 from replicas.model.cuda_graphs.graphs import GraphRunner
 from replicas.model.hardware.device import cache_dtype_name
+from replicas.model.hardware.limits import cpu_limit
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
 from replicas.model.sampling.masks import MaskThreads, PendingMasks
@@ -139,7 +139,7 @@ class TorchModelRunner:
         """Kernels that compute attention."""
         self._graphs = graphs
         self._counts = counts
-        self._masks = MaskThreads(loaded.vocab_size, min(_MAX_MASK_THREADS, os.cpu_count() or 1))
+        self._masks = MaskThreads(loaded.vocab_size, min(_MAX_MASK_THREADS, math.ceil(cpu_limit().num_cpus)))
         self._last_sampled = LastSampledTokens.none(loaded.device)
 
     @property

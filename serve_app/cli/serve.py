@@ -16,13 +16,14 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from replicas.child_processes import machine_slowness, start_timeout_s
 from replicas.errors import ModelLoadError
 from serve_app.cli.config_options import ConfigError, read_config, read_config_file, with_config_options
 from serve_app.cli.server.access_lines import LogFormat
 from serve_app.cli.server.data_folder import own_data_dir
 from serve_app.cli.server.own_session import run_in_own_session
 from serve_app.cli.server.ports import Address, reserved
-from serve_app.cli.server.private_cluster import MAX_CONNECTIONS_PER_ADDRESS
+from serve_app.cli.server.private_cluster import MAX_CONNECTIONS_PER_ADDRESS, StartLimits
 from serve_app.cli.server.serve_log import new_log_file
 from serve_app.cli.server.served_model import prepare_model
 from serve_app.cli.server.server import ListenOptions, Server
@@ -84,6 +85,11 @@ def serve(
     MODEL is a directory, a GGUF file or a hub id; without it a small default model is served.
     """
     _hide_key()
+    limits = StartLimits(machine_slowness())  # before this process waits for others
+    try:
+        start_timeout_s()
+    except ValueError as error:
+        _fail(str(error))
     _check_packages()
     address, limit = Address(host, port), max_connections_per_address
     options = ListenOptions(address, limit, profile is Profile.THROUGHPUT, api_key, log_format, access_log)
@@ -96,7 +102,7 @@ def serve(
             log_path = held.enter_context(new_log_file(Path(checked.data_dir) / "logs", port))
         except OSError as error:
             _fail(f"cannot write to the data directory: {error}")
-        raise typer.Exit(run_in_own_session(lambda: Server(checked, options, log_path).run()))
+        raise typer.Exit(run_in_own_session(lambda: Server(checked, options, limits, log_path).run()))
 
 
 def _checked(arguments: list[str], fields: dict[str, Any], options: ListenOptions) -> HeadwayConfig:

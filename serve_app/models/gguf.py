@@ -61,7 +61,7 @@ def convert_once(file: Path, directory: Path, *, keeps_bits: bool = True) -> Pat
 def _convert(file: Path, directory: Path, options: list[str]) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        run_module("replicas.model.loading.gguf", str(file), str(temporary), *options, limit_s=_CONVERT_LIMIT_S)
+        run_module(f"the conversion of {file.name}", "replicas.model.loading.gguf", str(file), str(temporary), *options)
         temporary.chmod(0o755)
         temporary.rename(directory)
     except ModelLoadError as error:

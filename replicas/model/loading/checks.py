@@ -6,13 +6,9 @@ import hashlib
 import json
 from pathlib import Path
 
-import psutil
-
 from replicas.errors import ModelLoadError
 from replicas.model.checkpoint.formats import Quantization, Weights, find_weights, read_quantization
 from replicas.model.checkpoint.headers import read_headers
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_config(directory: Path) -> Quantization | None:
@@ -72,26 +68,3 @@ def shapes_digest(directory: Path) -> str:
     tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_headers(directory).items())
     config = (directory / "config.json").read_bytes()
     return hashlib.sha256(config + repr(tensors).encode()).hexdigest()
-
-
-def available_memory_bytes() -> int:
-    """Return the memory that this process may still take, within the limit of its container."""
-    available: int = psutil.virtual_memory().available
-    limit, used = (_read_number(_CGROUP / name) for name in ("memory.max", "memory.current"))
-    return available if limit is None or used is None else min(available, limit - used + _page_cache_bytes())
-
-
-def _page_cache_bytes() -> int:
-    """Return the bytes of files in memory, which count as used although the kernel gives them back when asked."""
-    try:
-        lines = (_CGROUP / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
-
-
-def _read_number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # No such limit, or `max`.
-        return None

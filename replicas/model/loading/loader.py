@@ -22,6 +22,7 @@ from replicas.model.attention.probe import dry_forward, probe_attention
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
+from replicas.model.hardware.limits import cpu_limit
 from replicas.model.layers.embedding import guard_embedding
 from replicas.model.layers.fused_decoder import can_fuse
 from replicas.model.layers.ops import TorchLayerOps
@@ -107,6 +108,11 @@ class LoadedModel:
         )
 
 
+def _default_num_threads() -> int:
+    """Return torch's own number of threads, or less within a container that has less processors."""
+    return max(1, min(torch.get_num_threads(), int(cpu_limit().num_cpus)))
+
+
 def load_model(options: ModelOptions) -> LoadedModel:
     """Load the model that `options` names, move it to its device, probe its attention and optimize it.
 
@@ -114,8 +120,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
         ModelLoadError: the files or the options cannot be used.
         UnsupportedModel: its architecture cannot be served.
     """
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
+    torch.set_num_threads(options.num_threads or _default_num_threads())
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
     config = read_config(options.path)

@@ -14,10 +14,9 @@ from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil
 from rich.filesize import decimal
 
-from replicas.model.loading.checks import available_memory_bytes
+from replicas.model.hardware.limits import cpu_limit, memory_limit
 from serve_app.models.gguf import MODELS_DIRECTORY
 
 _INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
@@ -88,23 +87,25 @@ def port_check(port: int) -> Check:
 
 
 def _processor() -> Check:
-    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    limit = cpu_limit()
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     sets = [name for name in _INSTRUCTION_SETS if name in flags]
     name = fields.get("model name") or platform.processor() or platform.machine()
-    finding = f"{name}, {num_usable} cores, {', '.join(sets) or 'unknown instruction sets'}"
+    finding = f"{name}, {limit.num_cpus:g} cores ({limit.source}), {', '.join(sets) or 'unknown instruction sets'}"
+    if limit.num_cpus < 1:
+        return Check("processor", Status.WARN, finding, "less than one core: a start takes minutes, answers are slow")
     if "x86" in platform.machine() and flags and "avx2" not in flags:
         return Check("processor", Status.WARN, finding, "without AVX2 the model is very slow")
     return Check("processor", Status.OK, finding)
 
 
 def _memory() -> Check:
-    free = available_memory_bytes()
-    finding = f"{decimal(psutil.virtual_memory().total)}, {decimal(free)} free"
-    if free < _LEAST_MEMORY_BYTES:
+    limit = memory_limit()
+    finding = f"{decimal(limit.total)} ({limit.source}), {decimal(limit.free)} free"
+    if limit.free < _LEAST_MEMORY_BYTES:
         advice = f"less than {decimal(_LEAST_MEMORY_BYTES)} is free: end other programs, or raise the container's limit"
         return Check("memory", Status.WARN, finding, advice)
     return Check("memory", Status.OK, finding)

@@ -11,7 +11,8 @@ from typing import Any
 from rich.filesize import decimal
 
 from replicas.errors import ModelLoadError
-from replicas.model.loading.checks import available_memory_bytes, num_weights
+from replicas.model.hardware.limits import available_memory_bytes
+from replicas.model.loading.checks import num_weights
 from replicas.model.loading.memory import replica_memory
 from serve_app.cli.checks.machine_checks import Check, Status
 from serve_app.cli.clients.terminal import stderr
@@ -21,7 +22,7 @@ from serve_app.models.torch_process import run_module
 Diagnosis = Mapping[str, Any]
 """Fields of `replicas.model.diagnosis.Diagnosis`."""
 _MODULE = "replicas.model.diagnosis"
-_LIMIT_S = 600.0
+_CPU_LIMIT_S = 600.0
 
 
 def diagnosis_checks(directory: Path | None) -> Iterator[Check]:
@@ -91,7 +92,7 @@ def _diagnose(directory: Path | None) -> Diagnosis | Check:
     """Return the diagnosis that the process prints, or a failed check."""
     models = [HeadwayConfig().model_path, *(() if directory is None else (str(directory),))]
     try:
-        line = run_module(_MODULE, *models, limit_s=_LIMIT_S, has_gpu=True)
+        line = run_module("the check of the kernels", _MODULE, *models, cpu_limit_s=_CPU_LIMIT_S, has_gpu=True)
     except ModelLoadError as error:
         advice = f"run it alone to see more: python -m {_MODULE} {' '.join(models)}"
         return Check("kernels", Status.FAIL, str(error), advice)

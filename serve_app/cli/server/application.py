@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import httpx
+import psutil
 
+from replicas.child_processes import Progress, work_of
 from replicas.protocol import ModelCard
 from serve_app.cli.server.ports import Address
 from serve_app.config import HeadwayConfig
@@ -28,6 +30,7 @@ _READY = (httpx.codes.OK, httpx.codes.FORBIDDEN)
 """Answers of a ready ingress; the second one if `allowed_hosts` lacks this machine's names."""
 _STOP_LIMIT_S = 10.0
 _DEPLOY_PERIOD_S = 0.1
+_CPU_STEP_S, _READ_STEP_BYTES = 5.0, 2**24
 
 
 class ApplicationFailed(Exception):
@@ -35,12 +38,13 @@ class ApplicationFailed(Exception):
 
 
 def deploy(config: HeadwayConfig, address: Address, access_log_socket: str | None) -> None:
-    """Start Serve on the cluster of this process, and deploy the application without waiting for its replicas.
+    """Start Serve on the cluster of this process, and deploy the application; replicas and proxies may start later.
 
     Serve's HTTP servers listen at `address`, and the ingresses behind HAProxy on the same host. The ingresses send
     access lines to `access_log_socket`; None: to none.
     """
     from ray import serve
+    from ray.exceptions import RayActorError
 
     from serve_app.app import build_with
 
@@ -53,7 +57,9 @@ def deploy(config: HeadwayConfig, address: Address, access_log_socket: str | Non
         if started.done():
             started.result()
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        started.result()
+        # Serve waits for its proxies for a minute, and replaces one that has ended: `wait_until_ready` waits on.
+        with contextlib.suppress(TimeoutError, RayActorError):
+            started.result()
 
 
 def _has_controller() -> bool:
@@ -64,12 +70,14 @@ def _has_controller() -> bool:
     return any(actor["name"] == SERVE_CONTROLLER_NAME for actor in names)
 
 
-def wait_until_ready(url: str, pause: Callable[[], None]) -> None:
+def wait_until_ready(url: str, limit_s: float, pause: Callable[[], None]) -> None:
     """Return when every replica runs and the ingress at `url` is ready; `pause` is called between two looks.
 
     Raises:
         ApplicationFailed: a replica's constructor has failed, or Serve has ended.
+        Stalled: nothing has progressed for `limit_s` seconds.
     """
+    progress = Progress(limit_s)
     with httpx.Client(timeout=_ANSWER_LIMIT_S, trust_env=False) as client:
         while True:
             application = _application()
@@ -78,10 +86,30 @@ def wait_until_ready(url: str, pause: Callable[[], None]) -> None:
             if application.status == "DEPLOY_FAILED":
                 raise ApplicationFailed(f"the application did not start: {_last_error(application)}")
             if application.status == "RUNNING":
+                answer = "none"
                 with contextlib.suppress(httpx.TransportError):
-                    if client.get(f"{url}/health/ready").status_code in _READY:
+                    status = client.get(f"{url}/health/ready").status_code
+                    if status in _READY:
                         return
+                    answer = str(status)
+                progress.note(f"{url} (last answer: {answer})", answer)
+            else:
+                loading = [name for name, part in application.deployments.items() if part.status != "HEALTHY"]
+                states = tuple(str(part.replica_states) for part in application.deployments.values())
+                progress.note(f"the start of {', '.join(loading)}", (states, *map(_work_of, loading)))
             pause()
+
+
+def _work_of(deployment: str) -> frozenset[tuple[int, int, int]]:
+    """Return the work of a deployment's processes, in steps that an idle process takes minutes for."""
+    title = f"ray::ServeReplica:{NAME}:{deployment}"
+    work = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith(title):
+                cpu_s, num_bytes = work_of(process)
+                work.add((process.pid, int(cpu_s / _CPU_STEP_S), num_bytes // _READ_STEP_BYTES))
+    return frozenset(work)
 
 
 def jobs_state(url: str) -> str | None:
@@ -94,12 +122,16 @@ def jobs_state(url: str) -> str | None:
     return state if isinstance(state, str) else None
 
 
-def model_card() -> ModelCard:
-    """Return the description of the model that a replica serves."""
+def model_card(limit_s: float) -> ModelCard:
+    """Return the description of the model that a replica serves.
+
+    Raises:
+        TimeoutError: no replica has answered within `limit_s` seconds.
+    """
     from ray import serve
 
     handle = serve.get_deployment_handle("Model", NAME)
-    card: ModelCard = handle.describe.remote().result(timeout_s=_ANSWER_LIMIT_S)
+    card: ModelCard = handle.describe.remote().result(timeout_s=limit_s)
     return card
 
 
@@ -140,4 +172,4 @@ def _last_error(application: ApplicationStatusOverview) -> str:
     """Return the error that a replica's constructor has raised last."""
     messages = "\n".join(deployment.message for deployment in application.deployments.values())
     errors: list[str] = _ERROR_LINE.findall(messages)
-    return errors[-1] if errors else application.message
+    return errors[-1] if errors else (application.message.strip().splitlines() or [application.status])[-1]

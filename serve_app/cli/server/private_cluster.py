@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import random
 import secrets
@@ -23,13 +24,16 @@ from pathlib import Path
 import psutil
 import tenacity
 
+from replicas.child_processes import Stalled, start_timeout_s
 from replicas.timing.cpu_scheduling import use_batch_scheduling
 from serve_app.cli.server.haproxy import haproxy_environment
 from serve_app.cli.server.ports import LOOPBACK, Address, port_block
 from serve_app.http.edge import CONNECTIONS_VARIABLE, MIDDLEWARE_PATH
 
+_PROXY_ANSWER_S = 5
 _OBJECT_STORE_BYTES = 256 * 2**20
 _STARTS = 3
+_NODE_PERIOD_S = 0.25
 _KILL_LIMIT_S = 5.0
 MAX_CONNECTIONS_PER_ADDRESS = 1024
 SERVE_ENVIRONMENT = {
@@ -45,7 +49,7 @@ SERVE_ENVIRONMENT = {
     # the result in a later one. At Serve's default of 10 s between two, a killed proxy would leave the port closed for
     # half a minute.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.25",
-    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(_PROXY_ANSWER_S),
     # A replica that has failed three health checks is killed. By default it first has `graceful_shutdown_timeout_s` to
     # end its streams; one that hangs cannot, and its replacement waits for its CPUs and GPU.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
@@ -53,6 +57,29 @@ SERVE_ENVIRONMENT = {
 """Environment in which Serve repairs itself within seconds, and has Headway's edge."""
 _DAEMONS = ("gcs_server", "raylet")
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, slots=True)
+class StartLimits:
+    """Limits of a start, seconds, which are as many times longer as this machine has shown itself to be slower."""
+
+    slowness: float = 1.0
+
+    @property
+    def stall_s(self) -> float:
+        """Longest time without progress."""
+        return start_timeout_s() * self.slowness
+
+    def environment(self) -> dict[str, str]:
+        """Return Ray's and Serve's own limits of a start."""
+        stall_s = str(math.ceil(self.stall_s))
+        return {
+            "RAY_DASHBOARD_STARTUP_TIMEOUT_S": stall_s,
+            "RAY_gcs_server_request_timeout_seconds": stall_s,
+            "RAY_worker_register_timeout_seconds": stall_s,
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": stall_s,
+            "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(math.ceil(_PROXY_ANSWER_S * self.slowness)),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +126,7 @@ def private_cluster(
     num_cpus: int,
     haproxy_address: Address | None = None,
     max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+    limits: StartLimits | None = None,
 ) -> Iterator[PrivateCluster]:
     """Start Ray for this process alone, with its own ports and folder, and share nothing with other clusters.
 
@@ -107,7 +135,11 @@ def private_cluster(
 
     On leaving the context, all descendants of this process are killed and the folder is deleted: an application must
     have been stopped before. Ray's daemons also end when this process is killed.
+
+    Raises:
+        Stalled: Ray did not start within the limits.
     """
+    limits = limits or StartLimits()
     _become_subreaper()
     use_batch_scheduling()
     excepthook = sys.excepthook
@@ -116,10 +148,12 @@ def private_cluster(
         # characters, and HAProxy accepts socket paths of at most 97 characters.
         folder = Path(tempfile.mkdtemp(prefix="hw-", dir="/tmp" if os.path.isdir("/tmp") else None))
         try:
-            _set_environment(folder, max_connections_per_address)
+            _set_environment(folder, max_connections_per_address, limits)
             if haproxy_address is not None:
                 os.environ.update(haproxy_environment(folder, haproxy_address, ports, max_connections_per_address))
-            yield _start_ray(num_cpus, folder, ports.dashboard)
+            with _waiting_for_node(limits.stall_s):
+                cluster = _start_ray(num_cpus, folder, ports.dashboard)
+            yield cluster
         finally:
             # Ray's own hook tells Ray of an error that nobody catches. It would wait for a minute for daemons that have
             # ended, and then end this process without a word about the error.
@@ -130,16 +164,51 @@ def private_cluster(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _set_environment(folder: Path, max_connections_per_address: int) -> None:
+def _set_environment(folder: Path, max_connections_per_address: int, limits: StartLimits) -> None:
     for variable in ("RAY_ADDRESS", "RAY_DASHBOARD_ADDRESS", "RAY_AUTH_TOKEN"):
         os.environ.pop(variable, None)
-    os.environ.update(private_ray_environment(folder) | SERVE_ENVIRONMENT)
+    os.environ.update(private_ray_environment(folder) | SERVE_ENVIRONMENT | limits.environment())
     os.environ[CONNECTIONS_VARIABLE] = str(max_connections_per_address)
 
 
-@tenacity.retry(stop=tenacity.stop_after_attempt(_STARTS), before_sleep=lambda _: _forget_ray(), reraise=True)
+@contextlib.contextmanager
+def _waiting_for_node(limit_s: float) -> Iterator[None]:
+    """Within the context have Ray's start wait for its node up to `limit_s`, while the daemons live.
+
+    Ray itself asks for the node again and again for 30 s, a constant of its code. Here each question waits.
+    """
+    from ray._private import services
+
+    def give_up(state: tenacity.RetryCallState) -> None:
+        if has_stalled(state):
+            raise Stalled("Ray", limit_s)
+        raise RuntimeError("a daemon of Ray has ended")
+
+    def has_lost_a_daemon(_: tenacity.RetryCallState) -> bool:
+        return any(_has_ended(process) for _, process in _daemons())
+
+    has_stalled = tenacity.stop_after_delay(limit_s)
+    get_node = services.get_node
+    services.get_node = tenacity.retry(
+        retry=tenacity.retry_if_exception_type(RuntimeError),
+        stop=lambda state: has_stalled(state) or has_lost_a_daemon(state),
+        wait=tenacity.wait_fixed(_NODE_PERIOD_S),
+        retry_error_callback=give_up,
+    )(get_node)
+    try:
+        yield
+    finally:
+        services.get_node = get_node
+
+
+@tenacity.retry(
+    retry=tenacity.retry_if_not_exception_type(Stalled),
+    stop=tenacity.stop_after_attempt(_STARTS),
+    before_sleep=lambda _: _forget_ray(),
+    reraise=True,
+)
 def _start_ray(num_cpus: int, folder: Path, dashboard_port: int) -> PrivateCluster:
-    """Start Ray, in several attempts: on a busy machine its daemons may exceed Ray's limit of 30 seconds."""
+    """Start Ray, in several attempts: a port may be taken between its choice and its use."""
     import ray  # here, since the import reads the environment
 
     context = ray.init(

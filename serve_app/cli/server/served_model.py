@@ -10,7 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from replicas.errors import ModelLoadError
-from replicas.model.loading.checks import available_memory_bytes, check_config, shapes_digest
+from replicas.model.hardware.limits import available_memory_bytes
+from replicas.model.loading.checks import check_config, shapes_digest
 from replicas.model.loading.memory import check_memory, replica_memory
 from serve_app.config import HeadwayConfig
 from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
@@ -19,7 +20,8 @@ from serve_app.models.progress import working
 from serve_app.models.torch_process import run_module
 from serve_app.models.whole_files import write_whole
 
-_CHECK_LIMIT_S = 60.0
+_CHECK_CPU_LIMIT_S = 120.0
+"""Most processor time of the check by transformers, seconds. It takes 5 to 30, by the number of layers."""
 _CHECKS = Path("~/.cache/headway/checked-models")
 """Folder with a file for each model that can be served. It holds the memory of the checking process, bytes.
 
@@ -100,7 +102,9 @@ def _check_architecture(directory: str) -> int | None:
     if passed.exists():
         return _number(passed.read_text())
     with working("Checking the model ..."):
-        measured = run_module("replicas.model.loading.check_model", directory, limit_s=_CHECK_LIMIT_S)
+        measured = run_module(
+            "the check of the model", "replicas.model.loading.check_model", directory, cpu_limit_s=_CHECK_CPU_LIMIT_S
+        )
     with contextlib.suppress(OSError):  # the next start then checks again
         passed.parent.mkdir(parents=True, exist_ok=True)
         write_whole(passed, measured)

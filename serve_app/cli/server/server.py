@@ -16,10 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from replicas.child_processes import Stalled
 from serve_app.cli.server import application
 from serve_app.cli.server.access_lines import AccessLines, LogFormat
 from serve_app.cli.server.ports import LOOPBACK, Address
-from serve_app.cli.server.private_cluster import PrivateCluster, private_cluster
+from serve_app.cli.server.private_cluster import PrivateCluster, StartLimits, private_cluster
 from serve_app.cli.server.serve_log import Tail, Terminal, output_to
 from serve_app.cli.server.start_report import Report, Steps, step_of
 from serve_app.config import HeadwayConfig
@@ -29,6 +30,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TENANT = "default"
 """Tenant of the key on the command line."""
 _POLL_PERIOD_S = 0.25
+_REASON_LENGTH = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,10 @@ class Server:
     signal also sets a flag, which the server checks between its steps.
     """
 
-    def __init__(self, config: HeadwayConfig, options: ListenOptions, log_path: Path) -> None:
+    def __init__(self, config: HeadwayConfig, options: ListenOptions, limits: StartLimits, log_path: Path) -> None:
         self._config = config
         self._options = options
+        self._limits = limits
         self._log_path = log_path
         self._parent_id = os.getppid()
         self._must_stop = False
@@ -88,7 +91,7 @@ class Server:
                 self._must_stop = True
             except BaseException as error:
                 traceback.print_exc()  # into the log
-                reason = str(error) if isinstance(error, application.ApplicationFailed) else repr(error)
+                reason = _reason_of(error)
             if self._ended_daemon is not None:
                 reason = f"Ray's {self._ended_daemon} has ended; accepted jobs continue at the next start"
             elif self._must_stop:
@@ -108,7 +111,7 @@ class Server:
             self._heed_signals()
             steps.begin(f"Starting {self._config.model_name}: Ray ...")
             cluster = stack.enter_context(
-                private_cluster(num_cpus, options.haproxy_address, options.max_connections_per_address)
+                private_cluster(num_cpus, options.haproxy_address, options.max_connections_per_address, self._limits)
             )
             self._heed_signals()  # ray.init has replaced the handlers
             self._check_for_stop()
@@ -122,7 +125,9 @@ class Server:
             steps.begin(f"Starting {config.model_name}: replicas ...")
             application.deploy(config, options.serve_address, access_log_socket)
             log = Tail(self._log_path)
-            application.wait_until_ready(self._options.url, lambda: self._pause_in_start(steps, log))
+            application.wait_until_ready(
+                self._options.url, self._limits.stall_s, lambda: self._pause_in_start(steps, log)
+            )
             steps.close()
             print(*self._report(config, cluster).lines(), sep="\n", file=lines, flush=True)
             self._wait_for_signal(lines)
@@ -169,7 +174,13 @@ class Server:
         has_keys = config.ingress_settings().api_key_file is not None
         jobs_state = application.jobs_state(self._options.url)
         return Report(
-            config, application.model_card(), cluster, self._options.url, self._log_path, has_keys, jobs_state
+            config,
+            application.model_card(self._limits.stall_s),
+            cluster,
+            self._options.url,
+            self._log_path,
+            has_keys,
+            jobs_state,
         )
 
     def _pause(self) -> None:
@@ -199,6 +210,15 @@ class Server:
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         raise _Stopped
+
+
+def _reason_of(error: BaseException) -> str:
+    """Return one line for an error. Ray's messages are whole tracebacks, whose last line has the cause."""
+    if isinstance(error, application.ApplicationFailed | Stalled):
+        return str(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+    return cause if len(cause) <= _REASON_LENGTH else f"{cause[:_REASON_LENGTH]} ..."
 
 
 def _with_key_file(config: HeadwayConfig, api_key: str | None, folder: Path) -> HeadwayConfig:

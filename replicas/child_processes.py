@@ -1,0 +1,128 @@
+"""Child processes that a start waits for: each may take as long as it makes progress."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from typing import IO
+
+import psutil
+
+START_TIMEOUT_VARIABLE = "HEADWAY_START_TIMEOUT_S"
+"""Environment variable with the longest time that a step of a start may go without progress, seconds."""
+_START_TIMEOUT_S = 120.0
+_POLL_PERIOD_S = 0.25
+_MOST_SLOWNESS = 10.0
+
+
+class Stalled(Exception):
+    """A step of a start made no progress for too long. The message names the step, the limit and its setting."""
+
+    def __init__(self, step: str, limit_s: float) -> None:
+        super().__init__(
+            f"{step} made no progress for {limit_s:.0f} s, the limit of a start; "
+            f"set {START_TIMEOUT_VARIABLE} (seconds) to wait longer"
+        )
+
+
+class Progress:
+    """Watch over the steps of a start: it ends when a measure of their work has not changed for `limit_s` seconds."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._measure: Hashable = None
+        self._changed_s = time.monotonic()
+
+    def note(self, step: str, measure: Hashable) -> None:
+        """Compare the measure with the one before; `step` is the name of what is waited for.
+
+        Raises:
+            Stalled: it has been the same for too long.
+        """
+        now_s = time.monotonic()
+        if measure != self._measure:
+            self._measure, self._changed_s = measure, now_s
+        elif now_s - self._changed_s > self._limit_s:
+            raise Stalled(step, self._limit_s)
+
+
+def start_timeout_s() -> float:
+    """Return the longest time that a step of a start may go without progress, seconds.
+
+    Raises:
+        ValueError: the environment variable is no positive number.
+    """
+    text = os.environ.get(START_TIMEOUT_VARIABLE)
+    limit_s = _START_TIMEOUT_S if text is None else _number(text)
+    if not limit_s > 0:
+        raise ValueError(f"{START_TIMEOUT_VARIABLE} is {text}; it must be a number of seconds above 0")
+    return limit_s
+
+
+def run_child(
+    step: str,
+    command: Sequence[str],
+    cpu_limit_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
+    output: int | IO[str] = subprocess.PIPE,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; `step` is its name in errors, and `output` takes what it prints.
+
+    A process that computes, reads or writes makes progress. One that computes forever ends at `cpu_limit_s` seconds of
+    processor time, which does not depend on the machine's other load.
+
+    Raises:
+        Stalled: it made no progress, or reached `cpu_limit_s`. It and its children have been killed.
+    """
+    progress = Progress(start_timeout_s())
+    with subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True) as child:
+        process = psutil.Process(child.pid)
+        try:
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    out, errors = child.communicate(timeout=_POLL_PERIOD_S)
+                    return subprocess.CompletedProcess(command, child.returncode, out or "", errors)
+                cpu_s, num_bytes = work_of(process)
+                progress.note(step, (cpu_s, num_bytes))
+                if cpu_limit_s is not None and cpu_s > cpu_limit_s:
+                    raise Stalled(f"{step} computes without an end: it", cpu_limit_s)
+        except BaseException:
+            for descendant in (*process.children(recursive=True), process):
+                with suppress(psutil.NoSuchProcess):
+                    descendant.kill()
+            raise
+
+
+def work_of(process: psutil.Process) -> tuple[float, int]:
+    """Return the processor time of a process and its descendants, seconds, and the bytes that they read and wrote."""
+    cpu_s, num_bytes = 0.0, 0
+    with suppress(psutil.Error):
+        for descendant in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):
+                times = descendant.cpu_times()
+                cpu_s += times.user + times.system
+                counters = descendant.io_counters()
+                num_bytes += counters.read_chars + counters.write_chars
+    return cpu_s, num_bytes
+
+
+def machine_slowness() -> float:
+    """Return how many times longer this process has lived than it has computed, from 1 to 10.
+
+    A process that has only imported and computed so far shows with it what share of a processor it gets.
+    """
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return 1.0
+    started_s = psutil.Process().create_time() - psutil.boot_time()  # in the clock that nobody sets
+    elapsed_s: float = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    return min(_MOST_SLOWNESS, max(1.0, elapsed_s / max(0.01, time.process_time())))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
