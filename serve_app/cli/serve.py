@@ -86,11 +86,7 @@ def serve(
     """
     _hide_key()
     limits = StartLimits(machine_slowness())  # before this process waits for others
-    try:
-        start_timeout_s()
-    except ValueError as error:
-        _fail(str(error))
-    _check_packages()
+    _check_environment()
     address, limit = Address(host, port), max_connections_per_address
     options = ListenOptions(address, limit, profile is Profile.THROUGHPUT, api_key, log_format, access_log)
     checked = _checked(arguments or [], fields, options)
@@ -101,7 +97,7 @@ def serve(
             checked = held.enter_context(own_data_dir(checked, address))
             log_path = held.enter_context(new_log_file(Path(checked.data_dir) / "logs", port))
         except OSError as error:
-            _fail(f"cannot write to the data directory: {error}")
+            _fail(f"cannot write to the data directory: {error}; name another one with data_dir=FOLDER")
         raise typer.Exit(run_in_own_session(lambda: Server(checked, options, limits, log_path).run()))
 
 
@@ -139,17 +135,21 @@ def _hide_key() -> None:
     os.environ.pop(_KEY_VARIABLE, None)
 
 
-def _check_packages() -> None:
+def _check_environment() -> None:
     try:
+        start_timeout_s()
         check_one_root(Path.cwd())
-    except ForeignPackage as error:
+        Path.home()
+    except (ValueError, ForeignPackage) as error:
         _fail(str(error))
+    except RuntimeError:
+        _fail("this user has no home directory: set HOME to a folder that can be written")
 
 
 def _with_model(config: HeadwayConfig) -> HeadwayConfig:
     try:
         return prepare_model(config)
-    except ModelLoadError as error:
+    except (ModelLoadError, OSError) as error:
         _fail(f"model: {error}")
 
 

@@ -39,9 +39,12 @@ def default_model(cache: Path = MODELS_DIRECTORY) -> Path:
         DefaultModelUnavailable: it cannot be downloaded, or the download is not the expected file.
     """
     directory = cache.expanduser() / DEFAULT_MODEL_NAME
-    if not directory.is_dir():
-        _fetch(directory)
-    _recommend_sampling(directory)
+    try:
+        if not directory.is_dir():
+            _fetch(directory)
+        _recommend_sampling(directory)
+    except OSError as error:
+        raise DefaultModelUnavailable(str(error)) from error
     return directory
 
 

@@ -11,6 +11,7 @@ import ctypes
 import math
 import os
 import random
+import re
 import secrets
 import shlex
 import shutil
@@ -55,6 +56,8 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
 """Environment in which Serve repairs itself within seconds, and has Headway's edge."""
+_OWN_VARIABLES = re.compile("RAY_(?:[a-z]|PROMETHEUS_|GRAFANA_|METRICS_|DEDUP_LOGS)")
+"""Variables of the surrounding shell that count: Ray's own configuration, and where metrics and lines go."""
 _DAEMONS = ("gcs_server", "raylet")
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -165,8 +168,9 @@ def private_cluster(
 
 
 def _set_environment(folder: Path, max_connections_per_address: int, limits: StartLimits) -> None:
-    for variable in ("RAY_ADDRESS", "RAY_DASHBOARD_ADDRESS", "RAY_AUTH_TOKEN"):
-        os.environ.pop(variable, None)
+    """Set the environment of the cluster; Ray's variables of the surrounding shell may tell of another cluster."""
+    for variable in [name for name in os.environ if name.startswith("RAY_") and not _OWN_VARIABLES.match(name)]:
+        del os.environ[variable]
     os.environ.update(private_ray_environment(folder) | SERVE_ENVIRONMENT | limits.environment())
     os.environ[CONNECTIONS_VARIABLE] = str(max_connections_per_address)
 
