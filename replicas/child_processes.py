@@ -15,7 +15,7 @@ START_TIMEOUT_VARIABLE = "HEADWAY_START_TIMEOUT_S"
 """Environment variable with the longest time that a step of a start may go without progress, seconds."""
 _START_TIMEOUT_S = 120.0
 _POLL_PERIOD_S = 0.25
-_MOST_SLOWNESS = 10.0
+_MOST_SLOWNESS = 4.0
 
 
 class Stalled(Exception):
@@ -110,7 +110,7 @@ def work_of(process: psutil.Process) -> tuple[float, int]:
 
 
 def machine_slowness() -> float:
-    """Return how many times longer this process has lived than it has computed, from 1 to 10.
+    """Return how many times longer this process has lived than it has computed, from 1 to 4.
 
     A process that has only imported and computed so far shows with it what share of a processor it gets.
     """

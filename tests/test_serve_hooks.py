@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from ray._private import services
 from ray.serve._private import constants, replica
 from ray.serve._private.config import DeploymentConfig
 from ray.serve.deployment import Deployment
@@ -54,7 +55,9 @@ def test_the_table_names_every_hook() -> None:
     assert hooked | BY_TEXT == {file for file, _ in documented()}
 
 
-@pytest.mark.parametrize("owner", [constants, replica, Deployment("", DeploymentConfig(), None, _internal=True)])
+@pytest.mark.parametrize(
+    "owner", [constants, replica, services, Deployment("", DeploymentConfig(), None, _internal=True)]
+)
 def test_the_private_parts_are_there(owner: object) -> None:
     names = {name.rpartition(".")[2] for _, name in documented()}
     assert any(hasattr(owner, name) for name in names)

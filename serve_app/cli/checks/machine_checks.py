@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -26,6 +28,7 @@ _LEAST_DISK_BYTES = 5 * 10**9
 _LEAST_SHARED_BYTES = 512 * 2**20
 """Ray's object store of the private cluster, twice."""
 _LEAST_OPEN_FILES = 4096
+_INHERITED = re.compile(r"^(RAY|HEADWAY|HF|OMP|MKL|CUDA|PYTHON|LD|TMPDIR$)|_proxy$", re.IGNORECASE)
 _COMMAND_LIMIT_S = 10.0
 
 
@@ -56,8 +59,10 @@ def machine_checks(port: int) -> Iterator[Check]:
     yield _versions()
     yield _compiler()
     yield folder_check("models", MODELS_DIRECTORY.expanduser(), _LEAST_DISK_BYTES)
+    yield folder_check("temporary files", Path(tempfile.gettempdir()), _LEAST_SHARED_BYTES)
     yield _shared_memory()
     yield _open_files()
+    yield _variables()
     yield port_check(port)
 
 
@@ -162,6 +167,12 @@ def _open_files() -> Check:
         advice = f"each open stream needs a file: raise the hard limit to {_LEAST_OPEN_FILES} or more (`ulimit -Hn`)"
         return Check("open files", Status.WARN, finding, advice)
     return Check("open files", Status.OK, finding)
+
+
+def _variables() -> Check:
+    """List the variables that change how child processes run: Ray's own and those of proxies, threads and libraries."""
+    names = sorted(name for name in os.environ if _INHERITED.search(name))
+    return Check("variables", Status.OK, ", ".join(names) or "none that children inherit changes a start")
 
 
 def _limit_text(limit: int) -> str:

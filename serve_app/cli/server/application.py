@@ -56,8 +56,9 @@ def deploy(config: HeadwayConfig, address: Address, access_log_socket: str | Non
             time.sleep(_DEPLOY_PERIOD_S)
         if started.done():
             started.result()
-        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        # Serve waits for its proxies for a minute, and replaces one that has ended: `wait_until_ready` waits on.
+        # Both calls wait for Serve's proxies, for a minute or until one ends. `wait_until_ready` waits on.
+        with contextlib.suppress(TimeoutError, RayActorError):
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         with contextlib.suppress(TimeoutError, RayActorError):
             started.result()
 

@@ -58,6 +58,8 @@ SERVE_ENVIRONMENT = {
 """Environment in which Serve repairs itself within seconds, and has Headway's edge."""
 _OWN_VARIABLES = re.compile("RAY_(?:[a-z]|PROMETHEUS_|GRAFANA_|METRICS_|DEDUP_LOGS)")
 """Variables of the surrounding shell that count: Ray's own configuration, and where metrics and lines go."""
+_LONGEST_TEMPORARY_PATH = 64
+"""Most characters of the folder for temporary files: Ray's dashboard keeps sockets below it."""
 _DAEMONS = ("gcs_server", "raylet")
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -149,7 +151,7 @@ def private_cluster(
     with port_block(random.SystemRandom()) as ports:
         # The path must be short. Ray and HAProxy keep sockets below it, HAProxy's in a folder with a name of 64
         # characters, and HAProxy accepts socket paths of at most 97 characters.
-        folder = Path(tempfile.mkdtemp(prefix="hw-", dir="/tmp" if os.path.isdir("/tmp") else None))
+        folder = Path(tempfile.mkdtemp(prefix="hw-", dir="/tmp" if os.access("/tmp", os.W_OK) else None))
         try:
             _set_environment(folder, max_connections_per_address, limits)
             if haproxy_address is not None:
@@ -173,6 +175,8 @@ def _set_environment(folder: Path, max_connections_per_address: int, limits: Sta
         del os.environ[variable]
     os.environ.update(private_ray_environment(folder) | SERVE_ENVIRONMENT | limits.environment())
     os.environ[CONNECTIONS_VARIABLE] = str(max_connections_per_address)
+    if len(tempfile.gettempdir()) > _LONGEST_TEMPORARY_PATH:
+        os.environ["TMPDIR"] = str(folder.parent)
 
 
 @contextlib.contextmanager
@@ -206,7 +210,7 @@ def _waiting_for_node(limit_s: float) -> Iterator[None]:
 
 
 @tenacity.retry(
-    retry=tenacity.retry_if_not_exception_type(Stalled),
+    retry=tenacity.retry_if_exception(lambda error: isinstance(error, Exception) and not isinstance(error, Stalled)),
     stop=tenacity.stop_after_attempt(_STARTS),
     before_sleep=lambda _: _forget_ray(),
     reraise=True,

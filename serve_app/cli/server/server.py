@@ -97,7 +97,7 @@ class Server:
             elif self._must_stop:
                 print("Stopped.", file=self._lines(terminal), flush=True)
                 return 0
-            print(f"error: {reason}\nThe log is {self._log_path}", file=terminal.err, flush=True)
+            print(f"The log is {self._log_path}\nerror: {reason}", file=terminal.err, flush=True)
             return 1
 
     def _lines(self, terminal: Terminal) -> TextIO:
