@@ -1,152 +1,193 @@
-"""Memory of an ingress under mixed requests for some minutes: `python -m bench.server.soak --seconds 400`.
+"""Memory of each process of a server under mixed load: `python -m bench.server.soak --minutes 100`.
 
-The HTTP application and the demo model run in one process, with these clients: short chats, streamed and whole, of
-which a third disconnects early; bodies of `--body-mb` now and then, of texts, of messages and of token ids. Every ten
-seconds a line has the process's memory and its descriptors, threads and tasks. The slope of memory is fitted to the
-lines after `--warm-up` seconds.
-
-`--environment MALLOC_ARENA_MAX=2` sets a variable of the serving process. `--label` names the figures' part of the
-file.
+The demo model is served in processes of their own. The load: short chats, streamed and whole, of which a third is left
+early; tool calls and JSON schemas that nobody has sent before; prompts of new text; large bodies; jobs; batches whose
+files are deleted. Every half a minute a line has the memory of each process, without what it shares with others, in
+MiB. The slope of each is fitted to the lines after `--warm-up` minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
-import os
 import random
+import re
 import sys
+import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 
-from bench.record import RESULTS, write
-from bench.server.local_server import KEYS, LocalServer
-from replicas.protocol import Band
+from bench.record import write
+from bench.serving import REAL, serving
 from serve_app.config import DEMO_MODEL_NAME
+from testkit.serving.served import Served
 
 NAME = "soak"
-_LIMIT_S, _REPORT_S, _NUM_CHATS, _NUM_LARGE = 120.0, 10, 3, 2
+_LIMIT_S, _PERIOD_S = 300.0, 30.0
+_MIB = 2**20
+_NUM_CHATS, _NUM_LINES = 3, 200
+_CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
-def _large_bodies(num_bytes: int) -> list[tuple[str, bytes]]:
-    """Return paths and bodies of about so many bytes."""
-    message = b'{"role":"user","content":"' + b"a b " * 1000 + b'"},'
-    texts = b",".join([b'"' + b"lazy dog " * 120 + b'"'] * (num_bytes // 1100))
-    return [
-        ("/tokenize", b'{"prompt":"' + b"the quick fox " * (num_bytes // 14) + b'"}'),
-        ("/v1/chat/completions", b'{"model":"x","messages":[' + message * (num_bytes // len(message)) + b"1]}"),
-        ("/detokenize", b'{"tokens":[' + b"1234," * (num_bytes // 5) + b"1]}"),
-        ("/v1/completions", b'{"model":"%s","prompt":[' % DEMO_MODEL_NAME.encode() + texts + b"]}"),
-    ]
+class Load:
+    """Clients of one server; each sends its requests one after another, and notes their answers."""
 
-
-class Soak:
-    """Clients of one server."""
-
-    def __init__(self, url: str, body_mb: float, pause_s: float) -> None:
-        self._url = url
-        self._pause_s = pause_s
-        self._large = _large_bodies(int(body_mb * 1e6))
+    def __init__(self, http: httpx.AsyncClient, body_mb: float) -> None:
+        self._http = http
+        self._body_bytes = int(body_mb * 1e6)
         self._rng = random.Random(1)
         self.answers: Counter[str] = Counter()
 
     async def run(self, seconds: float) -> None:
-        """Send requests for so many seconds."""
-        async with httpx.AsyncClient(base_url=self._url, timeout=_LIMIT_S) as http:
-            clients = [self._chats(http) for _ in range(_NUM_CHATS)] + [self._bodies(http) for _ in range(_NUM_LARGE)]
-            tasks = [asyncio.create_task(client) for client in clients]
-            _, pending = await asyncio.wait(tasks, timeout=seconds)
-            for task in pending:
-                task.cancel()
-            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-                if not isinstance(outcome, asyncio.CancelledError):
-                    raise RuntimeError("a client has ended") from (outcome or None)
+        """Send requests for so many seconds.
 
-    async def _chats(self, http: httpx.AsyncClient) -> None:
-        """Send short requests one after another; leave a third of them before their end."""
-        headers = {"authorization": f"Bearer {KEYS[Band.INTERACTIVE]}"}
+        Raises:
+            RuntimeError: a client has ended.
+        """
+        clients = [self._chat] * _NUM_CHATS + [self._schema, self._tool, self._body, self._job, self._batch]
+        tasks = [asyncio.create_task(self._repeat(client)) for client in clients]
+        done, pending = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            raise RuntimeError("a client has ended") from task.exception()
+
+    async def _repeat(self, client: Callable[[], Awaitable[None]]) -> None:
         while True:
-            messages = [{"role": "user", "content": f"Tell me about {self._rng.random()}"}]
-            body = {
-                "model": DEMO_MODEL_NAME,
-                "messages": messages,
-                "max_tokens": 24,
-                "stream": self._rng.random() < 0.7,
-            }
-            limit_s = self._rng.uniform(0.01, 0.3) if self._rng.random() < 0.33 else _LIMIT_S
-            try:
-                async with asyncio.timeout(limit_s):
-                    answer = await http.post("/v1/chat/completions", json=body, headers=headers)
-                self.answers[f"chat {answer.status_code}"] += 1
-            except TimeoutError:
-                self.answers["chat left"] += 1
-            await asyncio.sleep(0.05)
+            await client()
+            await asyncio.sleep(self._rng.uniform(0, 0.2))
 
-    async def _bodies(self, http: httpx.AsyncClient) -> None:
-        """Send large bodies one after another."""
-        headers = {"authorization": f"Bearer {KEYS[Band.BATCH]}", "content-type": "application/json"}
+    def _chat_body(self, **fields: Any) -> dict[str, Any]:
+        words = " ".join(f"{self._rng.getrandbits(32):x}" for _ in range(self._rng.randint(2, 60)))
+        return {"model": DEMO_MODEL_NAME, "messages": [{"role": "user", "content": words}], "max_tokens": 24, **fields}
+
+    async def _post(self, kind: str, path: str, **options: Any) -> httpx.Response:
+        answer = await self._http.post(path, **options)
+        self.answers[f"{kind} {answer.status_code}"] += 1
+        return answer
+
+    async def _chat(self) -> None:
+        limit_s = self._rng.uniform(0.01, 0.3) if self._rng.random() < 0.33 else _LIMIT_S
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._post("chat", _CHAT, json=self._chat_body(stream=self._rng.random() < 0.7))
+                return
+        self.answers["chat left"] += 1
+
+    async def _schema(self) -> None:
+        name = f"x{self._rng.getrandbits(40):x}"
+        schema = {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        await self._post("schema", _CHAT, json=self._chat_body(response_format=form))
+
+    async def _tool(self) -> None:
+        parameters = {"type": "object", "properties": {f"x{self._rng.getrandbits(40):x}": {"type": "string"}}}
+        tool = {"type": "function", "function": {"name": f"f{self._rng.getrandbits(40):x}", "parameters": parameters}}
+        await self._post("tool", _CHAT, json=self._chat_body(tools=[tool]))
+
+    async def _body(self) -> None:
+        """Send a body that is large, or prompts of new text."""
+        text = f"{self._rng.getrandbits(40):x} " * (self._body_bytes // 11)
+        if self._rng.random() < 0.5:
+            await self._post("large body", "/tokenize", json={"model": DEMO_MODEL_NAME, "prompt": text})
+        else:
+            prompts = {"prompt": [text[:400]] * 4, "max_tokens": 8}
+            await self._post("prompts", _COMPLETION, json={"model": DEMO_MODEL_NAME, **prompts})
+        await asyncio.sleep(self._rng.uniform(0, 10))
+
+    async def _job(self) -> None:
+        job = (await self._post("job", "/v1/jobs", json=self._chat_body())).json()
+        while job["status"] in ("queued", "running"):
+            job = (await self._http.get(f"/v1/jobs/{job['id']}?wait=30")).json()
+
+    async def _batch(self) -> None:
+        requests = [
+            {"custom_id": str(number), "method": "POST", "url": _CHAT, "body": self._chat_body()}
+            for number in range(_NUM_LINES)
+        ]
+        lines = "\n".join(map(json.dumps, requests)).encode()
+        file = (await self._post("file", "/v1/files", data={"purpose": "batch"}, files={"file": lines})).json()
+        fields = {"input_file_id": file["id"], "endpoint": _CHAT, "completion_window": "24h"}
+        batch = (await self._post("batch", "/v1/batches", json=fields)).json()
+        while batch["status"] in ("validating", "in_progress", "finalizing"):
+            await asyncio.sleep(1)
+            batch = (await self._http.get(f"/v1/batches/{batch['id']}")).json()
+        self.answers[f"batch {batch['status']}"] += 1
+        self.answers["batch lines"] += batch["request_counts"]["completed"]
+        for file_id in filter(None, (file["id"], batch["output_file_id"], batch["error_file_id"])):
+            await self._http.delete(f"/v1/files/{file_id}")
+
+
+def memory_of(served: Served) -> dict[str, float]:
+    """Return the memory of each process that is not shared, MiB, by its name."""
+    sizes: Counter[str] = Counter()
+    for process in (psutil.Process(served.process.pid), *served.descendants()):
+        with contextlib.suppress(psutil.Error):
+            sizes[_name_of(process)] += process.memory_full_info().uss / _MIB
+    return {name: round(size, 2) for name, size in sorted(sizes.items())}
+
+
+def _name_of(process: psutil.Process) -> str:
+    words = process.cmdline()
+    title = re.match(r"ray::(?:ServeReplica:headway:)?(\w+)", " ".join(words))
+    return title[1] if title else Path(next((word for word in words if word.endswith(".py")), words[0])).stem
+
+
+def slopes(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the change of each process's memory, MiB a minute, fitted to the lines."""
+    minutes = np.array([line["minutes"] for line in lines])
+    names = set.intersection(*(set(line["uss_mib"]) for line in lines))
+    fits = {name: np.polyfit(minutes, [line["uss_mib"][name] for line in lines], 1) for name in sorted(names)}
+    return {name: round(float(fit[0]), 4) for name, fit in fits.items()}
+
+
+async def soak(served: Served, minutes: float, body_mb: float) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """Load a server for so many minutes; return the lines, and the numbers of answers by kind."""
+    lines: list[dict[str, Any]] = []
+    begin_s = time.monotonic()
+
+    async def watch() -> None:
         while True:
-            path, content = self._rng.choice(self._large)
-            answer = await http.post(path, content=content, headers=headers)
-            self.answers[f"{path} {answer.status_code}"] += 1
-            await asyncio.sleep(self._rng.uniform(0, 2 * self._pause_s))
+            uss_mib = await asyncio.to_thread(memory_of, served)
+            lines.append({"minutes": round((time.monotonic() - begin_s) / 60, 2), "uss_mib": uss_mib})
+            print(json.dumps(lines[-1]), flush=True)
+            await asyncio.sleep(_PERIOD_S)
 
-
-def slope(lines: list[dict[str, Any]], name: str) -> float:
-    """Return the change of a value in a minute, fitted to its reports."""
-    times = np.array([line["time_s"] for line in lines]) / 60
-    return float(np.polyfit(times - times[0], [line[name] for line in lines], 1)[0])
-
-
-async def _report(server: LocalServer) -> None:
-    while True:
-        await asyncio.sleep(_REPORT_S)
-        print(json.dumps(server.lines[-1]), flush=True)
-
-
-async def soak(server: LocalServer, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one run."""
-    clients = Soak(server.url, options.body_mb, options.pause)
-    reporting = asyncio.create_task(_report(server))
-    await clients.run(options.seconds)
-    reporting.cancel()
-    begin_s = server.lines[0]["time_s"] + options.warm_up
-    lines = [line for line in server.lines if line["time_s"] >= begin_s]
-    names = ("rss_mb", "heap_used_mb", "heap_free_mb", "mapped_mb", "python_blocks", "descriptors", "threads", "tasks")
-    return {
-        "seconds": options.seconds,
-        "environment_of_server": options.environment,
-        "first": server.lines[0],
-        "max_rss_mb": max(line["rss_mb"] for line in server.lines),
-        "last": server.lines[-1],
-        "per_minute": {name: round(slope(lines, name), 2) for name in names},
-        "answers": dict(clients.answers),
-        "load_average": os.getloadavg()[0],
-    }
+    async with httpx.AsyncClient(base_url=served.url, timeout=_LIMIT_S) as http:
+        load = Load(http, body_mb)
+        watching = asyncio.create_task(watch())
+        await load.run(60 * minutes)
+        watching.cancel()
+    return lines, load.answers
 
 
 def main() -> None:
     """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=400.0)
-    parser.add_argument("--warm-up", type=float, default=60.0, help="seconds before the slope is fitted")
-    parser.add_argument("--body-mb", type=float, default=8.0, help="size of a large body")
-    parser.add_argument("--pause", type=float, default=2.0, help="mean seconds between a client's large bodies")
-    parser.add_argument("--environment", action="append", default=[], help="NAME=VALUE for the serving process")
-    parser.add_argument("--label", default="figures", help="name of this run in the file of results")
+    parser.add_argument("--minutes", type=float, default=100.0)
+    parser.add_argument("--warm-up", type=float, default=30.0, help="minutes before the slopes are fitted")
+    parser.add_argument("--body-mb", type=float, default=2.0, help="size of a large body")
     options = parser.parse_args()
-    environment = dict(entry.split("=", 1) for entry in options.environment)
-    with LocalServer(environment) as server:
-        figures = asyncio.run(soak(server, options))
+    with serving(REAL, {"max_num_seqs": 16}) as served:
+        lines, answers = asyncio.run(soak(served, options.minutes, options.body_mb))
+    fitted = slopes([line for line in lines if line["minutes"] >= options.warm_up] or lines)
+    figures = {
+        "mib_a_minute": fitted,
+        "first_mib": lines[0]["uss_mib"],
+        "last_mib": lines[-1]["uss_mib"],
+        "answers": dict(sorted(answers.items())),
+    }
     print(json.dumps(figures, indent=2))
-    path = RESULTS / f"{NAME}.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    former = {name: value for name, value in known.items() if name not in ("command", "environment")}
-    print(write(NAME, former | {options.label: figures}), file=sys.stderr)
+    print(write(NAME, figures), file=sys.stderr)
 
 
 if __name__ == "__main__":
