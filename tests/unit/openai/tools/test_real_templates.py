@@ -183,8 +183,7 @@ class Conversation:
 
     def __init__(self, template: str, tokens: list[str]) -> None:
         self._template = template
-        self._known = detect(template, tokens)
-        self.family: ChatFamily = probed(self._known, self._render)
+        self.family: ChatFamily = probed(detect(template, tokens), self._render)
 
     def parsed_calls(self, num_calls: int, pieces_of: Callable[[str], list[str]]) -> Parsed:
         """Parse the turn with calls."""
@@ -218,14 +217,15 @@ class Conversation:
         return parse(self.family, pieces_of(turn), tools=TOOLS, in_reasoning=in_reasoning)
 
     def _rendered(self, messages: list[JsonObject], add_generation_prompt: bool) -> str:
-        return self._render(prompt_messages(self.family, messages, TOOL_OBJECTS), add_generation_prompt)
+        tools = TOOL_OBJECTS if self.family.tool_list is ToolList.TEMPLATE else []
+        return self._render(prompt_messages(self.family, messages, TOOL_OBJECTS), tools, add_generation_prompt)
 
-    def _render(self, messages: list[JsonObject], add_generation_prompt: bool = False) -> str:
+    def _render(self, messages: list[JsonObject], tools: list[JsonObject], add_generation_prompt: bool = False) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, _ = render_jinja_template(
             [messages],
-            tools=TOOL_OBJECTS if self._known.tool_list is ToolList.TEMPLATE else None,
+            tools=tools or None,
             chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
             bos_token="",
