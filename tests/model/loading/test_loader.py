@@ -94,7 +94,7 @@ def test_an_end_token_that_the_model_cannot_generate_ends_nothing(tmp_path: Path
 
 
 def test_tokens_that_the_model_lacks_are_noted(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "llama")
+    write_checkpoint(tmp_path, "llama", eos_token_id=2)
     assert load_model(ModelOptions(str(tmp_path))).notes == ()
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

@@ -167,6 +167,15 @@ def test_calls_that_a_template_renders_parse_back(templates: dict[str, str], nam
     assert "the_result" in conversation.prompt_of_answer(num_calls)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_instructions_and_tools_reach_the_prompt(templates: dict[str, str], name: str) -> None:
+    conversation = Conversation(templates[name], TOKENS.get(name, []))
+    turns = [{"role": "developer", "content": "In French."}, {"role": "user", "content": "hi"}]
+    assert "In French." in conversation.prompt(turns)
+    prompt = conversation.prompt([{"role": "system", "content": "Be brief."}, *turns])
+    assert "Be brief." in prompt and "In French." in prompt and "get_weather" in prompt
+
+
 def num_shared(first: str, second: str) -> int:
     """Return the number of characters with which both texts begin."""
     return next(
@@ -195,7 +204,11 @@ class Conversation:
 
     def prompt_of_answer(self, num_calls: int) -> str:
         """Return the prompt of the answer after the calls and their results."""
-        return self._rendered(self._messages(num_calls)[:-1], True)
+        return self.prompt(self._messages(num_calls)[:-1])
+
+    def prompt(self, messages: list[JsonObject]) -> str:
+        """Return the prompt of messages and tools."""
+        return self._rendered(messages, True)
 
     def _parsed_turn(self, messages: list[JsonObject], pieces_of: Callable[[str], list[str]]) -> Parsed:
         """Parse the last turn, cut out of the text behind what the prompt has too."""
