@@ -279,16 +279,16 @@ def _tokenizer_notes(tokenizer: PreTrainedTokenizerFast | None, vocab_size: int)
 def _eos_notes(
     configured_ids: frozenset[int], tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
 ) -> Iterator[str]:
-    """Yield a note if the configs name end tokens outside the vocabulary, and one if they leave out the tokenizer's."""
+    """Yield a note if the configs name end tokens outside the vocabulary, and one if they lack the tokenizer's."""
     unknown = sorted(token_id for token_id in configured_ids if not 0 <= token_id < vocab_size)
     if unknown:
         listed = ", ".join(map(str, unknown))
         yield f"the model has {vocab_size} tokens; its eos_token_id also names {listed}, which it never generates"
-    end = None if tokenizer is None else tokenizer.eos_token_id
-    if end is not None and end < vocab_size and end not in configured_ids:
-        listed = ", ".join(map(str, sorted(configured_ids))) or "none"
-        token = f"`{tokenizer.eos_token}` ({end})"
-        yield f"eos_token_id ({listed}) leaves out the tokenizer's end token {token}, which ends a sequence all the same"
+    token_id = None if tokenizer is None else tokenizer.eos_token_id
+    if tokenizer is None or token_id is None or token_id in configured_ids or token_id >= vocab_size:
+        return
+    token, listed = f"`{tokenizer.eos_token}` ({token_id})", ", ".join(map(str, sorted(configured_ids))) or "none"
+    yield f"eos_token_id ({listed}) lacks the tokenizer's end token {token}, which ends a sequence all the same"
 
 
 def choose_max_model_len(config: PretrainedConfig, asked: int | None) -> int:

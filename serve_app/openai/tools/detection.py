@@ -53,8 +53,8 @@ def probed(family: ChatFamily, render: Render) -> ChatFamily:
     """Return the family with what a template writes of tools, earlier calls and their results, found by trying.
 
     1. Instructions are tried in each role at each place.
-    2. Tools that the template leaves out are described in the system message. A template that leaves out that text, too,
-       has no place for tools.
+    2. Tools that the template leaves out are described in the system message. A template that leaves out that text,
+       too, has no place for tools.
     3. Calls are tried with arguments as an object and as text, and with a missing and an empty content beside them. If
        none of these shows the call's argument, earlier calls become text of the conversation.
     4. Results that the template leaves out, and those of a template that knows neither tools nor calls, become text.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from serve_app.openai.tools.instructions import InstructionRules
@@ -92,7 +92,7 @@ class ChatFamily:
     """False if the template leaves out the calls of earlier turns; then they become text."""
     renders_results: bool = True
     """False if the template leaves out the results of calls; then they become text of the user."""
-    instructions: InstructionRules = InstructionRules()
+    instructions: InstructionRules = field(default_factory=InstructionRules)
     """Messages of the system and of developers that the template does not write."""
     takes_text_arguments: bool = False
     """True if the template wants the arguments of earlier calls as the text of a JSON object."""

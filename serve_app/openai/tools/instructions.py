@@ -15,7 +15,7 @@ Render = Callable[[list[Turn]], str]
 """Function that renders messages with the chat template; it may raise anything."""
 
 _ROLES = ("system", "developer")
-_EARLIER, _PROBE, _UNKNOWN_ROLE = "headway_earlier", "headway_probe", "headway_role"
+_EARLIER, _PROBE, _ANY_ROLE = "headway_earlier", "headway_probe", "headway_role"
 _SYSTEM: Turn = {"role": "system", "content": _EARLIER}
 _USER: Turn = {"role": "user", "content": "hi"}
 _ASSISTANT: Turn = {"role": "assistant", "content": "hello"}
@@ -57,12 +57,13 @@ class InstructionRules:
         """Return the rules of a template, found by trying."""
         left_out, refused = set(), set()
         for role, place in product(_ROLES, Place):
-            text = _prompt(render, role, place)
+            text, of_any_role = _prompt(render, role, place), _prompt(render, _ANY_ROLE, place)
             if text is None:
                 refused.add((role, place))
-            elif _PROBE not in text or (_SYSTEM in _BEFORE[place] and _EARLIER not in text):
-                left_out.add((role, place))
-            elif role != "system" and text == (_prompt(render, _UNKNOWN_ROLE, place) or "").replace(_UNKNOWN_ROLE, role):
+                continue
+            is_known = role == "system" or of_any_role is None or text != of_any_role.replace(_ANY_ROLE, role)
+            has_earlier = _EARLIER in text or _SYSTEM not in _BEFORE[place]
+            if not (is_known and has_earlier and _PROBE in text):
                 left_out.add((role, place))
         return cls(frozenset(left_out), frozenset(refused))
 

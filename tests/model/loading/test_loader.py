@@ -77,7 +77,7 @@ def test_the_tokenizers_end_token_ends_a_sequence_too(tmp_path: Path, eos: int |
     loaded = load_model(ModelOptions(str(write_checkpoint(tmp_path, eos_token_id=eos))))
     assert loaded.eos_token_ids == {2, *([eos] if isinstance(eos, int) else eos or [])}
     assert loaded.notes == (
-        f"eos_token_id ({listed}) leaves out the tokenizer's end token `<eos>` (2), which ends a sequence all the same",
+        f"eos_token_id ({listed}) lacks the tokenizer's end token `<eos>` (2), which ends a sequence all the same",
     )
 
 

@@ -53,7 +53,9 @@ def renderer(template: str) -> Callable[..., str]:
     environment.globals["strftime_now"] = lambda form: "today"
     compiled = environment.from_string(template)
 
-    def render(messages: list[JsonObject], tools: Sequence[JsonObject] = (), add_generation_prompt: bool = False) -> str:
+    def render(
+        messages: list[JsonObject], tools: Sequence[JsonObject] = (), add_generation_prompt: bool = False
+    ) -> str:
         return compiled.render(
             messages=messages,
             tools=tools or None,

@@ -96,7 +96,7 @@ def test_a_result_reaches_the_prompt(template: str, renders_results: bool) -> No
     family = probed(detect(template), renderer(template))
     assert family.renders_results is renders_results
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
-    turns = [
+    turns: list[JsonObject] = [
         USER,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},

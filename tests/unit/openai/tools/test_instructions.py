@@ -23,7 +23,8 @@ REFUSES_DEVELOPER = (
     "<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
 FIRST_ONLY = (
-    "{% set first = messages[0] %}{% if first.role in ['developer', 'system'] %}<developer>{{ first.content }}{% endif %}"
+    "{% set first = messages[0] %}{% if first.role in ['developer', 'system'] %}<developer>{{ first.content }}"
+    "{% endif %}"
     "{% for m in messages if m.role in ['user', 'assistant'] %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
 LAST_SYSTEM = (
@@ -37,7 +38,16 @@ REFUSES_SYSTEM = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no turn') }}"
     "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
-TEMPLATES = (ALL_ROLES, OWN_BRANCH, NO_DEVELOPER, REFUSES_DEVELOPER, FIRST_ONLY, LAST_SYSTEM, NO_INSTRUCTIONS, REFUSES_SYSTEM)
+TEMPLATES = (
+    ALL_ROLES,
+    OWN_BRANCH,
+    NO_DEVELOPER,
+    REFUSES_DEVELOPER,
+    FIRST_ONLY,
+    LAST_SYSTEM,
+    NO_INSTRUCTIONS,
+    REFUSES_SYSTEM,
+)
 
 
 def conversation(*turns: tuple[str, str]) -> list[dict[str, Any]]:
