@@ -74,7 +74,8 @@ def test_generation_config_decides_the_end_tokens(tmp_path: Path, eos: int | lis
 
 @pytest.mark.parametrize(("eos", "listed"), [(5, "5"), ([9, 5], "5, 9"), (None, "none")])
 def test_the_tokenizers_end_token_ends_a_sequence_too(tmp_path: Path, eos: int | list[int] | None, listed: str) -> None:
-    loaded = load_model(ModelOptions(str(write_checkpoint(tmp_path, eos_token_id=eos))))
+    tiny_tokenizer().save_pretrained(write_checkpoint(tmp_path, eos_token_id=eos))
+    loaded = load_model(ModelOptions(str(tmp_path)))
     assert loaded.eos_token_ids == {2, *([eos] if isinstance(eos, int) else eos or [])}
     assert loaded.notes == (
         f"eos_token_id ({listed}) lacks the tokenizer's end token `<eos>` (2), which ends a sequence all the same",
