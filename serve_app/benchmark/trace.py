@@ -61,7 +61,7 @@ def read_trace(path: Path) -> list[TracedRequest]:
 
 def read_requests(path: Path, kind: type[_TracedT]) -> list[_TracedT]:
     """Read a file of JSON lines as `read_trace` does, into requests of a kind that has more fields."""
-    with path.open() as file:
+    with path.open(encoding="utf-8-sig") as file:
         requests = [_request(line, kind, f"{path}, line {number}") for number, line in enumerate(file, 1)]
     if not requests:
         raise ValueError(f"{path} has no requests")

@@ -16,11 +16,11 @@ from starlette.requests import ClientDisconnect, Request
 
 from replicas.errors import InvalidRequest, RequestAborted
 from serve_app.errors import body_too_large, shortened, unsupported_media_type, upload_too_slow
-from serve_app.http.exchange import caller_of, content_length
+from serve_app.http.exchange import caller_of, content_length, exchange_of
 from serve_app.http.settings import IngressSettings
 from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.caller import WorkOwner
-from serve_app.openai.request.parsing import BodyT, check_beginning, read_body, read_fields
+from serve_app.openai.request.parsing import BodyT, Converted, check_beginning, convert_fields, parse_body, read_fields
 from serve_app.openai.request.sizes import JsonSize
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
@@ -61,22 +61,24 @@ class BodyReader:
             Overloaded: too many large bodies wait.
             NoReplicaAvailable: the process that read the body has ended.
         """
-        owner = caller_of(request).owner_before_parsing
-        parts = await self._read_all(request, owner)
-        read, num_bytes = partial(read_body, schema, ignored, self._settings.limits, parts), sum(map(len, parts))
-        return await self._workers.run_by_size(read, owner, num_bytes, _LARGE_BODY_BYTES)
+        make = partial(parse_body, schema, ignored=ignored)
+        return await self.convert(request, make, caller_of(request).owner_before_parsing)
 
     async def convert(
         self, request: Request, make: Callable[[dict[str, object]], ResultT], owner: WorkOwner
     ) -> ResultT:
-        """Return `make(fields)` for the body's fields; `make` and its result are pickled where another process does it.
+        """Return `make(fields)` for the body's fields, and note in the exchange those that are ignored.
+
+        `make` and its result are pickled where another process does the work.
 
         Raises:
             HttpError, InvalidRequest, RequestAborted, Overloaded, NoReplicaAvailable: as `read` does.
         """
         parts = await self._read_all(request, owner)
         work = partial(_converted, make, self._settings.limits, parts)
-        return await self._workers.run_by_size(work, owner, sum(map(len, parts)), _LARGE_BODY_BYTES)
+        converted = await self._workers.run_by_size(work, owner, sum(map(len, parts)), _LARGE_BODY_BYTES)
+        exchange_of(request).ignored_fields = converted.ignored_fields
+        return converted.value
 
     async def stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the body of any type and size in parts, as they arrive.
@@ -189,8 +191,10 @@ class _ArrivingBody:
         return True
 
 
-def _converted(make: Callable[[dict[str, object]], ResultT], limits: RequestLimits, parts: Sequence[bytes]) -> ResultT:
-    return make(read_fields(parts, limits))
+def _converted(
+    make: Callable[[dict[str, object]], ResultT], limits: RequestLimits, parts: Sequence[bytes]
+) -> Converted[ResultT]:
+    return convert_fields(make, limits, read_fields(parts, limits))
 
 
 def boundary_of(content_type: str | None) -> bytes:

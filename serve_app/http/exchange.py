@@ -94,6 +94,8 @@ class Exchange:
     """Start of the response, monotonic seconds."""
     prepared: PreparedCompletion | None = None
     """Completion of the request; None: the request failed before one was prepared, or asked for none."""
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of the body that have no effect."""
     headroom: Callable[[], Headroom] | None = None
     """Function that returns the room left in the request's band now; None: the request has no band."""
     key_use: KeyUse | None = None

@@ -118,6 +118,8 @@ class ExchangeMiddleware:
                     headers["x-request-id"] = exchange.request_id
                 headers["openai-processing-ms"] = str(round((exchange.headers_s - exchange.started_s) * 1000))
                 headers.update(_rate_limit_headers(exchange))
+                if exchange.ignored_fields:
+                    headers["x-headway-ignored"] = ", ".join(exchange.ignored_fields)
                 if exchange.prepared is not None and exchange.prepared.not_enforced:
                     headers["x-headway-not-enforced"] = _listed(exchange.prepared.not_enforced)
             elif message["type"] == "http.response.body":

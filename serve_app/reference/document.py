@@ -14,6 +14,7 @@ from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.reply.schema import ErrorObject
 from serve_app.openai.request.body import IgnoredValues, StrictBody
 from serve_app.openai.request.conversation import MESSAGE_IGNORED, ChatMessage
+from serve_app.openai.request.unknown_fields import OPEN_SCHEMAS
 from serve_app.reference.operations import Access, Created, Fields, Operation
 from serve_app.reference.words import ANSWER_HEADERS, DESCRIPTION, FAILURES, FORM_FILE, NO_EFFECT, REQUEST_HEADERS
 
@@ -112,6 +113,8 @@ class _Generator(GenerateJsonSchema):
         if issubclass(schema["cls"], StrictBody):
             for name in described["properties"].keys() - described.get("required", ()):
                 described["properties"][name] = _or_null(described["properties"][name])
+        if schema["cls"] in OPEN_SCHEMAS:
+            del described["additionalProperties"]
         if issubclass(schema["cls"], ChatMessage):
             described["properties"] |= _ignored(MESSAGE_IGNORED, described["properties"])
         return described
@@ -219,7 +222,7 @@ def _success(operation: Operation, schemas: Schemas) -> JsonObject:
     content = {} if operation.answer is None else {"application/json": {"schema": schemas.of(operation.answer)}}
     for media_type, parts in operation.other_answers.items():
         content[media_type] = {"schema": _stream_of(media_type, parts, schemas) if parts else {"type": "string"}}
-    names = ["x-request-id", "openai-processing-ms"]
+    names = ["x-request-id", "openai-processing-ms", *(["x-headway-ignored"] if operation.bodies else [])]
     names += [name for name in ANSWER_HEADERS if name.startswith(operation.answer_headers)]
     headers = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
     return {"description": operation.summary, "headers": headers, "content": content}

@@ -7,7 +7,9 @@ from typing import Any
 
 DESCRIPTION = (
     "OpenAI's API for one model, with priorities, deadlines, jobs and batches. "
-    "Null counts as a field that is not given. A field that is not supported is refused by name, never ignored. "
+    "Null counts as a field that is not given. A field that is not supported and would change the answer is refused by "
+    "name. A field that no API of this server has is ignored, and `x-headway-ignored` names it; with "
+    "`unknown_fields=refuse` it is refused. "
     "Errors have OpenAI's error object as their body; in a stream it is the last event, and `[DONE]` is sent only "
     "after success. Lines that begin with a colon in a stream of events are comments."
 )
@@ -74,6 +76,8 @@ ANSWER_HEADERS: Mapping[str, str] = {
     "x-request-id": "Id of the request in logs: the client's own `x-request-id`, or one that the server made.",
     "openai-processing-ms": "Time from the request's arrival to the answer's headers, milliseconds.",
     "x-model-replica": "Replica that served the request.",
+    "x-headway-ignored": "Fields of the body that have no effect, such as `messages.0.cache_control`, percent-encoded; "
+    "it ends in `...` if there are too many.",
     "x-headway-not-enforced": "Keywords of the request's JSON Schemas that are not enforced, as JSON pointers.",
     "x-ratelimit-limit-requests": "Most requests that may wait in the request's band.",
     "x-ratelimit-limit-tokens": "Most tokens that may wait in the request's band.",

@@ -27,6 +27,7 @@ from serve_app.jobs.storage.schema.database import Database, JobsContext
 from serve_app.monitoring.http import OutputMetrics
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import GenerationBody
+from serve_app.openai.request.validation import BodyChecks, RequestLimits
 from serve_app.openai.service import CompletionService
 from testkit.jobs.database_worlds import MODEL
 from testkit.jobs.memory_files import MemoryFiles
@@ -60,6 +61,7 @@ class ScriptedCompletions:
     """Errors by prompt, raised one after the other before the prompt is answered."""
     asked: list[str] = field(default_factory=list)
     callers: list[Caller] = field(default_factory=list)
+    checks: BodyChecks = field(default_factory=lambda: BodyChecks((MODEL,), RequestLimits()))
     num_running: int = 0
     most_running: int = 0
 

@@ -104,12 +104,18 @@ def tiny_config(architecture: str) -> PretrainedConfig:
 
 
 def write_checkpoint(path: Path, architecture: str = "llama", with_tokenizer: bool = True, **changes: Any) -> Path:
-    """Write a tiny random model (float32 safetensors) into `path`; `changes` replace fields of its config."""
+    """Write a tiny random model (float32 safetensors) into `path`; `changes` replace fields of its config.
+
+    The tokenizer has an end token if the config names one. Else an output ends with `max_tokens` alone.
+    """
     config = tiny_config(architecture)
     config.update(changes)
     _write_weights(path, config)
     if with_tokenizer:
-        tiny_tokenizer().save_pretrained(path)
+        tokenizer = tiny_tokenizer()
+        if config.eos_token_id is None:
+            tokenizer.eos_token = None
+        tokenizer.save_pretrained(path)
     return path
 
 

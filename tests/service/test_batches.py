@@ -73,6 +73,15 @@ def test_request_that_cannot_be_served_fails_alone(client: openai.OpenAI) -> Non
     assert failed["hot"]["body"]["error"]["param"] == "temperature"
 
 
+def test_a_line_with_ignored_fields_is_served_and_names_them(client: openai.OpenAI) -> None:
+    message = {"role": "user", "content": "hi", "cache_control": {"type": "ephemeral"}}
+    batch = ended(client, submit(client, line("a", messages=[message], colour="red"), "\ufeff" + line("b")))
+    assert (batch.status, batch.request_counts.completed) == ("completed", 2)
+    answers = {name: found["response"]["body"] for name, found in results(client, batch.output_file_id).items()}
+    assert answers["a"]["warnings"] == ["ignored: messages.0.cache_control", "ignored: colour"]
+    assert "warnings" not in answers["b"]
+
+
 @pytest.mark.parametrize(
     ("lines", "number", "code"),
     [

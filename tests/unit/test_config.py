@@ -187,7 +187,7 @@ def test_every_setting_reaches_its_part(part):
         "allowed_hosts": "there", "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
         "batch_invariant": True,
         "generation_config": "vllm", "allowed_origins": "null",
-        "tool_call_parser": "hermes", "prefix_cache_scope": "shared",
+        "tool_call_parser": "hermes", "prefix_cache_scope": "shared", "unknown_fields": "refuse",
         "downscale_delay_s": DownscaleDelay(7.0),
         "otlp_traces_endpoint": "http://there", "trace_sampling_ratio": 0.5, "trace_prompts": True,
     }  # fmt: skip

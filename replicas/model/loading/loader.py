@@ -135,7 +135,8 @@ def load_model(options: ModelOptions) -> LoadedModel:
     layers = probe_attention(model, port)
     _optimize(model, port, layers, options, has_kernels)
     vocab_size = config.get_text_config(decoder=True).vocab_size
-    eos_token_ids = _eos_token_ids(model)
+    configured_ids, end_id = _configured_eos_token_ids(model), getattr(tokenizer, "eos_token_id", None)
+    eos_token_ids = configured_ids if end_id is None else configured_ids | {end_id}
     is_batch_invariant = options.batch_invariant and _check_batch_invariance(model, port, layers, has_kernels)
     return LoadedModel(
         model_id=options.path,
@@ -151,7 +152,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
         has_kernels=has_kernels,
         weights=weights.description,
         is_batch_invariant=is_batch_invariant,
-        notes=(*_tokenizer_notes(tokenizer, vocab_size), *_eos_notes(eos_token_ids, vocab_size)),
+        notes=(*_tokenizer_notes(tokenizer, vocab_size), *_eos_notes(configured_ids, tokenizer, vocab_size)),
     )
 
 
@@ -280,12 +281,19 @@ def _tokenizer_notes(tokenizer: PreTrainedTokenizerFast | None, vocab_size: int)
         yield f"the model has {vocab_size} tokens; its tokenizer also has {shown}{more}: texts with them are refused"
 
 
-def _eos_notes(eos_token_ids: frozenset[int], vocab_size: int) -> Iterator[str]:
-    """Yield a note if tokens that end a sequence are not in the vocabulary."""
-    unknown = sorted(token_id for token_id in eos_token_ids if not 0 <= token_id < vocab_size)
+def _eos_notes(
+    configured_ids: frozenset[int], tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
+) -> Iterator[str]:
+    """Yield a note if the configs name end tokens outside the vocabulary, and one if they lack the tokenizer's."""
+    unknown = sorted(token_id for token_id in configured_ids if not 0 <= token_id < vocab_size)
     if unknown:
         listed = ", ".join(map(str, unknown))
         yield f"the model has {vocab_size} tokens; its eos_token_id also names {listed}, which it never generates"
+    token_id = None if tokenizer is None else tokenizer.eos_token_id
+    if tokenizer is None or token_id is None or token_id in configured_ids or token_id >= vocab_size:
+        return
+    token, listed = f"`{tokenizer.eos_token}` ({token_id})", ", ".join(map(str, sorted(configured_ids))) or "none"
+    yield f"eos_token_id ({listed}) lacks the tokenizer's end token {token}, which ends a sequence all the same"
 
 
 def choose_max_model_len(config: PretrainedConfig, asked: int | None) -> int:
@@ -308,8 +316,8 @@ def choose_max_model_len(config: PretrainedConfig, asked: int | None) -> int:
     return chosen
 
 
-def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the tokens that end a sequence, from the generation config or else from the model's config."""
+def _configured_eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Return the tokens that end a sequence by the generation config, or else by the model's config."""
     for config in (model.generation_config, model.config.get_text_config(decoder=True)):
         named = getattr(config, "eos_token_id", None)
         if named is not None:

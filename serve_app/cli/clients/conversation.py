@@ -60,7 +60,7 @@ class Conversation:
             NotAConversation: the file has another form; OSError: it cannot be read.
         """
         try:
-            messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
+            messages = json.loads(path.read_text(encoding="utf-8-sig"))["messages"]
             pairs = [(message["role"], message["content"]) for message in messages]
         except (ValueError, KeyError, TypeError):
             raise NotAConversation(f"{path} is not a conversation that /save has written") from None

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from pydantic_core import from_json, to_json
 
@@ -23,8 +24,9 @@ from serve_app.monitoring.http import OutputMetrics
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.caller import Caller
-from serve_app.openai.request.parsing import parse_body
+from serve_app.openai.request.parsing import Converted, convert_fields, parse_body
 from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody
+from serve_app.openai.request.validation import RequestLimits
 from serve_app.openai.service import CompletionService
 from serve_app.tracing.request_spans import add_request
 from serve_app.tracing.tracer import Moment, Trace, Tracer
@@ -77,12 +79,19 @@ class LineRunner:
 
     async def _run(self, line_task: LineTask) -> LineResult:
         try:
-            return await self._answer_at_last(line_task, await _parse(line_task))
+            return await self._answer_at_last(line_task, await self._parse(line_task))
         except ServingError as error:
             return _failed(line_task.line, error)
         except Exception as error:
             logger.exception("a line failed", extra={"request_id": line_task.line.request_id})
             return _failed(line_task.line, error)
+
+    async def _parse(self, line_task: LineTask) -> _Body:
+        parse = partial(parse_line_body, line_task.batch.endpoint, self._service.checks.limits, line_task.line.body)
+        is_large = len(line_task.line.body) >= _LARGE_BODY_CHARS
+        parsed = await asyncio.to_thread(parse) if is_large else parse()
+        line_task.ignored_fields = parsed.ignored_fields
+        return parsed.value
 
     async def _answer_at_last(self, line_task: LineTask, body: _Body) -> LineResult:
         """Try until the line is answered.
@@ -116,6 +125,9 @@ class LineRunner:
         attempt.prepared = prepared
         line_task.is_sent = True
         reply = await self._service.answer(prepared)
+        if line_task.ignored_fields:
+            ignored = [f"ignored: {name}" for name in line_task.ignored_fields]
+            reply["warnings"] = [*reply.get("warnings", ()), *ignored]
         self._metrics.count(
             num_not_enforced=len(prepared.not_enforced), num_malformed_calls=prepared.format.num_malformed_calls
         )
@@ -184,22 +196,15 @@ def backlog_of(line_tasks: Iterable[LineTask]) -> list[Backlog]:
     return [Backlog(batch.band, batch.expires_unix_s, *its_sums) for batch, *its_sums in sums.values()]
 
 
-async def _parse(line_task: LineTask) -> _Body:
-    endpoint, text = line_task.batch.endpoint, line_task.line.body
-    if len(text) < _LARGE_BODY_CHARS:
-        return parse_line_body(endpoint, text)
-    return await asyncio.to_thread(parse_line_body, endpoint, text)
-
-
-def parse_line_body(endpoint: str, text: str) -> _Body:
+def parse_line_body(endpoint: str, limits: RequestLimits, text: str) -> Converted[_Body]:
     """Parse the JSON of a line's body as its endpoint does.
 
     Raises:
         InvalidRequest: the endpoint would refuse it, or it asks for a stream.
     """
     schema, ignored = _ENDPOINTS[endpoint]
-    parsed = parse_body(schema, from_json(text), ignored)
-    if parsed.stream:
+    parsed = convert_fields(partial(parse_body, schema, ignored=ignored), limits, from_json(text))
+    if parsed.value.stream:
         raise InvalidRequest("`stream` is true; a batch cannot stream", "stream", "unsupported_parameter")
     return parsed
 

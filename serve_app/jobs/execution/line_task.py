@@ -55,6 +55,8 @@ class LineTask:
     band: Band
     is_sent: bool = False
     """True: it waits for a replica in flow control's queue, or runs on one; False: it is prepared or backs off."""
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of the line's body that have no effect."""
     attempt: Attempt | None = None
     """Present attempt, or the last one while the line waits to be tried again."""
     result: LineResult | None = None

@@ -9,10 +9,9 @@ from replicas.errors import InvalidRequest, UnknownModel
 from serve_app.errors import shortened
 from serve_app.jobs.api.new_lines import NewLine
 from serve_app.jobs.api.records import BatchError
-from serve_app.openai.request.parsing import parse_json
+from serve_app.openai.request.parsing import BYTE_ORDER_MARK, parse_json
 from serve_app.openai.request.validation import check_model
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_ID_CHARS = 512
 _FIELDS = ("custom_id", "method", "url", "body")
 
@@ -57,9 +56,7 @@ async def split_lines(parts: AsyncIterator[bytes], max_line_bytes: int) -> Async
 
 
 def _line(data: bytes, number: int, max_line_bytes: int) -> RawLine | None:
-    if number == 1:
-        data = data.removeprefix(_BYTE_ORDER_MARK)
-    data = data.strip()
+    data = data.strip().removeprefix(BYTE_ORDER_MARK).lstrip()  # Files that were joined have several marks.
     if len(data) > max_line_bytes:
         raise _too_long(number, max_line_bytes)
     return RawLine(number, data) if data else None

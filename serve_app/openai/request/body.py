@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -53,8 +53,13 @@ def without_ignored(fields: Mapping[str, object], ignored: IgnoredValues) -> dic
     return {
         name: value
         for name, value in fields.items()
-        if not (name in ignored and (value is None or any(_is_same(value, accepted) for accepted in ignored[name])))
+        if not (name in ignored and (value is None or is_among(value, ignored[name])))
     }
+
+
+def is_among(value: object, accepted_values: Sequence[object]) -> bool:
+    """Return True if a value equals one of others, where 0 and false, and 1 and true, are not equal."""
+    return any(_is_same(value, accepted) for accepted in accepted_values)
 
 
 def _is_same(value: object, accepted: object) -> bool:

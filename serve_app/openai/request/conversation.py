@@ -27,8 +27,11 @@ MESSAGE_IGNORED: IgnoredValues = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
+    "images": ([],),
+    "partial": (False,),
+    "prefix": (False,),
 }
-"""Fields of the SDKs' message objects, which clients send back with a reply as history."""
+"""Fields of messages in other APIs, such as those that the SDKs' clients send back with a reply as history."""
 _BYTES_WITHOUT_TEXTS = 64
 """Size of a message without its texts, about."""
 
@@ -47,9 +50,12 @@ def _joined_text(content: object) -> object:
             raise PydanticCustomError(
                 UNSUPPORTED, "has a part of type {kind}; only text parts are supported", {"kind": shown(kind)}
             )
-        given = {name for name, value in part.items() if value is not None}
-        if given != {"type", "text"} or not isinstance(part["text"], str):
-            raise PydanticCustomError(INVALID, "has a text part without a string `text`, or with other fields")
+        if not isinstance(part.get("text"), str):
+            raise PydanticCustomError(INVALID, "has a text part without a string `text`")
+        for name in part.keys() - {"type", "text"}:
+            if part[name] is not None:
+                message = "has a text part with the field {name}, which is not supported"
+                raise PydanticCustomError(UNSUPPORTED, message, {"name": shown(name)})
         texts.append(part["text"])
     return "\n".join(texts)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -14,9 +15,11 @@ from replicas.errors import InvalidRequest
 from serve_app.errors import shortened, shown
 from serve_app.openai.request.body import CONFLICT, INVALID, MISSING, UNSUPPORTED, IgnoredValues, without_ignored
 from serve_app.openai.request.sizes import check_fields, check_json
+from serve_app.openai.request.unknown_fields import REPLACED, IgnoredFields
 from serve_app.openai.request.validation import RequestLimits
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
+ResultT = TypeVar("ResultT")
 
 REASONS: Mapping[str, str] = {
     "bool_parsing": "must be true or false",
@@ -43,11 +46,20 @@ REASONS: Mapping[str, str] = {
 }
 """Reason that a client reads for each of pydantic's error types that the schemas can have."""
 
-_REPLACED = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")}
-"""Fields that vLLM had, and those that took their place."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Beginning of UTF-8 texts of some programs; it is ignored before JSON."""
 
 _MAX_NAMES = 10
 """Most fields that one error names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Converted(Generic[ResultT]):
+    """Result that was made of a body."""
+
+    value: ResultT
+    ignored_fields: tuple[str, ...]
+    """Fields of the body that have no effect."""
 
 
 def check_beginning(parts: Sequence[bytes], limits: RequestLimits) -> None:
@@ -72,23 +84,27 @@ def read_fields(parts: Sequence[bytes], limits: RequestLimits) -> dict[str, obje
     return fields
 
 
-def read_body(schema: type[BodyT], ignored: IgnoredValues, limits: RequestLimits, parts: Sequence[bytes]) -> BodyT:
-    """Return a JSON body as a `schema`; a field in `ignored` is accepted with the values listed there.
+def convert_fields(
+    make: Callable[[dict[str, object]], ResultT], limits: RequestLimits, fields: dict[str, object]
+) -> Converted[ResultT]:
+    """Return `make(fields)` for a body's fields, without those that are to be ignored.
 
     Raises:
-        InvalidRequest: the body is not a JSON object, has too many values, or does not match the schema.
+        InvalidRequest: `make` refuses a field.
     """
-    return parse_body(schema, read_fields(parts, limits), ignored)
+    ignored = IgnoredFields()
+    known = ignored.known_fields(fields) if limits.unknown_fields == "ignore" else fields
+    return Converted(make(known), tuple(ignored.names))
 
 
 def parse_json(data: bytes) -> dict[str, object]:
-    """Return the JSON object in `data`.
+    """Return the JSON object in `data`; a byte order mark before it is ignored.
 
     Raises:
         InvalidRequest: `data` is not valid JSON (NaN and lone surrogates are invalid), or not an object.
     """
     try:
-        value = _from_json(data)
+        value = _from_json(data.removeprefix(BYTE_ORDER_MARK))
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -158,8 +174,8 @@ def _listed(expected: object) -> str:
 
 
 def _refusal(names: list[str], ignored: IgnoredValues) -> InvalidRequest:
-    if names[0] in _REPLACED:
-        message = f"`{names[0]}` was replaced by `{_REPLACED[names[0]]}`"
+    if names[0] in REPLACED:
+        message = f"`{names[0]}` was replaced by `{REPLACED[names[0]]}`"
         return InvalidRequest(message, names[0], "unsupported_parameter")
     known = [name for name in names if name in ignored]
     listed = ", ".join(f"`{shortened(name)}`" for name in names[:_MAX_NAMES])

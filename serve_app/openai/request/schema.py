@@ -41,8 +41,6 @@ COMMON_IGNORED: IgnoredValues = {
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "logits_processors": ([],),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": ("in_memory",),
 }
 
 CHAT_IGNORED: IgnoredValues = {
@@ -51,10 +49,8 @@ CHAT_IGNORED: IgnoredValues = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "moderation": (),
     "web_search_options": (),
-    "verbosity": ("medium",),
     "best_of": (1,),
     "echo": (False,),
     "add_special_tokens": (False,),

@@ -50,6 +50,9 @@ class RequestLimits:
     """Source of temperature, top_p, top_k, min_p and repetition_penalty where a request does not give them. auto: the
     model's generation_config.json, and the API's defaults for what is missing there; vllm: the API's defaults."""
 
+    unknown_fields: Literal["ignore", "refuse"] = setting("ignore")
+    """Treatment of a body's fields that no API of this server has, such as `cache_control`. ignore: they change
+    nothing, and the answer's header `x-headway-ignored` names them; refuse: the request gets 400."""
     prefix_cache_scope: Literal["tenant", "shared"] = setting("tenant")
     """Requests that share the prefix cache. tenant: those of one tenant, so that neither TTFT nor `cached_tokens`
     tells a tenant what another one asked; shared: all. A request's `cache_salt` divides them further."""

@@ -98,7 +98,6 @@ class PromptEncoder:
         self._name = name
         self._tool_call_parser = tool_call_parser
         self._max_token_chars = max(map(len, backend.get_vocab()))
-        self._knows_developer = "developer" in str(tokenizer.chat_template)
         vocab_size = vocab_size_of(name)
         self.added = {
             token.content: (token_id, token.special)
@@ -128,8 +127,8 @@ class PromptEncoder:
         """Render a conversation with the model's chat template and encode it; the text is that before the truncation.
 
         Raises:
-            InvalidRequest: the model has no chat template, its template refuses the messages, or their text
-                is too long for `max_prompt_tokens` tokens.
+            InvalidRequest: the model has no chat template, its template refuses the messages or would leave some out,
+                or their text is too long for `max_prompt_tokens` tokens.
         """
         self._refuse_hopeless(turns, max_prompt_tokens)
         text = self._render(turns)
@@ -174,16 +173,12 @@ class PromptEncoder:
             family = adapted(described_family(described) or family, template, added)
         if not template:
             return family
-        return probed(family, lambda turns: self._apply_template(turns, add_generation_prompt=True))
+        return probed(family, self._probe)
 
     def _render(self, turns: ChatTurns) -> str:
         if not self.fast.chat_template:
             raise InvalidRequest(f"model `{self._name}` has no chat template; use /v1/completions", "messages")
-        messages = [message.turn() for message in turns.messages]
-        for message in messages:
-            if message["role"] == "developer" and not self._knows_developer:
-                message["role"] = "system"
-        prompt = prompt_messages(self.family, messages, turns.tools)
+        prompt = prompt_messages(self.family, [message.turn() for message in turns.messages], turns.tools)
         is_listed = bool(turns.tools) and self.family.tool_list is ToolList.TEMPLATE
         try:
             return self._apply_template(
@@ -197,6 +192,9 @@ class PromptEncoder:
             reason = error if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: {error}"
             refusal = f"the model's chat template refuses the messages: {shortened(str(reason))}"
             raise InvalidRequest(refusal, "messages") from None
+
+    def _probe(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        return self._apply_template(messages, tools=tools or None, add_generation_prompt=True)
 
     def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         return str(self.fast.apply_chat_template(messages, tokenize=False, **variables))

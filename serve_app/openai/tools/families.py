@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from serve_app.openai.tools.instructions import InstructionRules
 from serve_app.openai.tools.shapes.braced_calls import BracedCalls
 from serve_app.openai.tools.shapes.calls import Call
 from serve_app.openai.tools.shapes.channel_calls import ChannelCalls
@@ -66,6 +67,8 @@ class ToolList(Enum):
     """The system message has a field for them, which the template writes."""
     SYSTEM_TEXT = auto()
     """The template knows no tools: they are described in the system message's text."""
+    NOWHERE = auto()
+    """The template writes neither tools nor a system message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,10 @@ class ChatFamily:
     tool_list: ToolList = ToolList.TEMPLATE
     renders_calls: bool = True
     """False if the template leaves out the calls of earlier turns; then they become text."""
+    renders_results: bool = True
+    """False if the template leaves out the results of calls; then they become text of the user."""
+    instructions: InstructionRules = field(default_factory=InstructionRules)
+    """Messages of the system and of developers that the template does not write."""
     takes_text_arguments: bool = False
     """True if the template wants the arguments of earlier calls as the text of a JSON object."""
     takes_null_content: bool = False
@@ -323,7 +330,6 @@ FAMILIES = (
         signs=(("<|tool|>", "<|/tool|>"), ("<|tool_call|>", "<|/tool_call|>")),
         aliases=("phi4",),
         tool_list=ToolList.SYSTEM_FIELD,
-        renders_calls=False,
     ),
     ChatFamily(
         "granite",

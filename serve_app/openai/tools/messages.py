@@ -25,12 +25,17 @@ def prompt_messages(
             they are written into the system message.
 
     Raises:
-        InvalidRequest: the arguments of a call are no JSON object.
+        InvalidRequest: the arguments of a call are no JSON object, or the template would leave out an instruction or
+            the tools.
     """
     names = _call_names(messages)
     turns = [_turn(family, place, dict(message), names) for place, message in enumerate(messages)]
-    if family.tool_list is ToolList.SYSTEM_TEXT and not family.renders_calls:
+    turns = family.instructions.apply(turns)
+    if not family.renders_results:
         turns = _with_results_as_text(turns)
+    if tools and family.tool_list is ToolList.NOWHERE:
+        message = "`tools` cannot be served: the model's chat template writes neither tools nor a system message"
+        raise InvalidRequest(message, "tools", "unsupported_parameter")
     if tools and family.tool_list is not ToolList.TEMPLATE:
         turns = _with_tools(family, turns, tools)
     return turns
@@ -84,7 +89,7 @@ def _prompt_id(family: ChatFamily, call_id: str) -> str:
 
 
 def _with_results_as_text(turns: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return the turns with each run of results as one message of the user, for templates that know no results."""
+    """Return the turns with each run of results as one message of the user, for templates that leave results out."""
     merged: list[JsonObject] = []
     was_result = False
     for turn in turns:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError, UnsupportedModel
@@ -69,11 +69,33 @@ def test_generation_config_decides_the_end_tokens(tmp_path: Path, eos: int | lis
     edit_json(path / "generation_config.json", eos_token_id=eos)
     assert load_model(ModelOptions(str(path))).eos_token_ids == ({2, 7} if isinstance(eos, list) else {2})
     (path / "generation_config.json").unlink()
-    assert load_model(ModelOptions(str(path))).eos_token_ids == {5}
+    assert load_model(ModelOptions(str(path))).eos_token_ids == {2, 5}
+
+
+@pytest.mark.parametrize(("eos", "listed"), [(5, "5"), ([9, 5], "5, 9"), (None, "none")])
+def test_the_tokenizers_end_token_ends_a_sequence_too(tmp_path: Path, eos: int | list[int] | None, listed: str) -> None:
+    tiny_tokenizer().save_pretrained(write_checkpoint(tmp_path, eos_token_id=eos))
+    loaded = load_model(ModelOptions(str(tmp_path)))
+    assert loaded.eos_token_ids == {2, *([eos] if isinstance(eos, int) else eos or [])}
+    assert loaded.notes == (
+        f"eos_token_id ({listed}) lacks the tokenizer's end token `<eos>` (2), which ends a sequence all the same",
+    )
+
+
+def test_an_end_token_that_the_model_cannot_generate_ends_nothing(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, eos_token_id=5)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens({"pad_token": "<x>"})
+    tokenizer.add_tokens([f"<{number}>" for number in range(VOCAB_SIZE - len(tokenizer))])
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    tokenizer.save_pretrained(path)
+    loaded = load_model(ModelOptions(str(path)))
+    (note,) = loaded.notes
+    assert loaded.eos_token_ids == {5} and f"`<end>` ({VOCAB_SIZE})" in note and "refused" in note
 
 
 def test_tokens_that_the_model_lacks_are_noted(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "llama")
+    write_checkpoint(tmp_path, "llama", eos_token_id=2)
     assert load_model(ModelOptions(str(tmp_path))).notes == ()
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

@@ -108,7 +108,7 @@ def test_lengths_that_make_no_sense_are_refused(text: str) -> None:
 def test_a_trace_is_read_by_time(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(
-        '{"time": 2.5, "prompt_tokens": 30, "max_tokens": 4, "band": "batch"}\n'
+        '\ufeff{"time": 2.5, "prompt_tokens": 30, "max_tokens": 4, "band": "batch"}\n'
         '{"time": 0.5, "prompt": "hello there", "max_tokens": 3}\n'
     )
     requests = list(RequestFactory(workload(), random.Random(0)).traced(read_trace(path), "trace"))

@@ -1,6 +1,7 @@
 """Chat completions, whole and streamed, as the stock client sees them."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -159,6 +160,27 @@ async def test_template_shapes_the_prompt(api: Api, tokenizer: PreTrainedTokeniz
     assert tokenizer.backend_tokenizer.decode(list(api.replica.started[0].prompt_token_ids)) == (
         "<|system|>be brief\n<|system|>or not\n<|user|>one\ntwo\n<|assistant|>yes\n<|user|>go\n<|assistant|>"
     )
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/jobs"])
+async def test_a_message_that_the_template_leaves_out_is_refused_by_its_place(
+    make_api: MakeApi, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, path: str
+) -> None:
+    template = (
+        "{% if messages[0].role != 'system' %}Made by developers. {% endif %}{% for m in messages %}"
+        "{% if m.role in ('user', 'assistant') or (m.role == 'system' and loop.first) %}<|{{ m.role }}|>{{ m.content }}"
+        "{% endif %}{% endfor %}"
+    )
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, chat_template=template)
+    other.save_pretrained(tmp_path)
+    api = make_api(settings={"model": str(tmp_path)})
+    first = {"role": "developer", "content": "in French"}
+    answer = await api.post("/tokenize", {"messages": [first, *HELLO]})
+    assert other.decode(answer.json()["tokens"]) == "<|system|>in French<|user|>hello"
+    later = [*HELLO, {"role": "assistant", "content": "yes"}, first, *HELLO]
+    response = await api.post(path, {"model": MODEL, "messages": later})
+    assert refusal(response) == (400, "unsupported_parameter", "messages[2].role")
+    assert '"developer"' in response.json()["error"]["message"]
 
 
 async def test_reply_can_be_sent_back_as_history(api: Api) -> None:

@@ -191,7 +191,7 @@ async def test_job_options_stay_out_of_the_stored_request(api: Api) -> None:
         ({"deadline_ms": 0}, "deadline_ms", "invalid_value"),
         ({"deadline_ms": 30 * 86_400_000 + 1}, "deadline_ms", "invalid_value"),
         ({"priority": 3}, "priority", "invalid_value"),
-        ({"callback": "https://example.com"}, "callback", "unsupported_parameter"),
+        ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
         ({"callback_url": "example.com"}, "callback_url", "invalid_value"),
         ({"callback_url": "http://127.0.0.1:8000/"}, "callback_url", "invalid_value"),
         ({"callback_url": "http://[::1]/"}, "callback_url", "invalid_value"),

@@ -91,7 +91,7 @@ async def test_unforeseen_failure_is_logged_and_not_shown(make_api: MakeApi, cap
         ({"temperature": 3}, "temperature", "2"),
         ({"max_tokens": 0}, "max_tokens", "0"),
         ({"n": 2}, "n", "repeat the prompt"),
-        ({"colour": "red"}, "colour", "not supported"),
+        ({"suffix": "red"}, "suffix", "not supported"),
         ({"messages": []}, "messages", "not supported"),
     ],
 )

@@ -381,7 +381,7 @@ async def test_tokenizer_endpoints_refuse_what_no_prompt_can_be(
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, 400, "prompt"),
         ("/tokenize", {"prompt": 5}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
-        ("/tokenize", {"prompt": "a", "nonsense": 1}, 400, "nonsense"),
+        ("/tokenize", {"prompt": "a", "max_tokens": 1}, 400, "max_tokens"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": [320]}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),

@@ -12,7 +12,7 @@ async def parts_of(data: bytes, size: int):
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 async def test_lines_do_not_depend_on_the_parts_of_the_file(size):
-    data = b"\xef\xbb\xbfone\r\n\n  two\nthree"
+    data = b"\xef\xbb\xbfone\r\n\n\xef\xbb\xbf  two\nthree"
     found = [line async for lines in split_lines(parts_of(data, size), 100) for line in lines]
     assert [(line.number, line.data) for line in found] == [(1, b"one"), (3, b"two"), (4, b"three")]
 

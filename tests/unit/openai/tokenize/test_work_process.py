@@ -19,7 +19,7 @@ import serve_app.openai.tokenize.work_process as module
 from replicas.errors import InvalidRequest, NoReplicaAvailable, ServingError
 from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.conversation import MessageList
-from serve_app.openai.request.parsing import read_body
+from serve_app.openai.request.parsing import convert_fields, parse_body, read_fields
 from serve_app.openai.request.schema import (
     CHAT_IGNORED,
     COMPLETION_IGNORED,
@@ -98,7 +98,7 @@ BODIES: list[tuple[type[Any], IgnoredValues, str]] = [
             '{"model": "m", "messages": [{"role": "assistant", "content": "first"}]}',
             '{"model": "m", "messages": []}',
             '{"model": "m", "messages": "a"}',
-            f'{{"model": "m", "messages": [{text("a")}], "surprise": 1}}',
+            f'{{"model": "m", "messages": [{text("a")}], "surprise": 1, "prompts": ["a"]}}',
             f'{{"model": "m", "messages": [{text("a")}], "chat_template_kwargs": {{"tools": 1}}}}',
             f'{{"model": "m", "messages": [{text("a")}], "tools": [{{}}]}}',
             "[1, 2]",
@@ -120,12 +120,16 @@ BODIES: list[tuple[type[Any], IgnoredValues, str]] = [
 ]
 
 
+def body_of(schema: type[Any], ignored: IgnoredValues, text: bytes) -> Any:
+    return convert_fields(partial(parse_body, schema, ignored=ignored), LIMITS, read_fields([text], LIMITS)).value
+
+
 def read(do: Callable[[Callable[[], Any]], Any], model: str, kind: tuple[type[Any], IgnoredValues, str]) -> object:
     """Return what comes of a body: its fields and its prompts, or the error."""
     schema, ignored, text = kind
     encoder = encoder_of(model, None)
     try:
-        body = do(partial(read_body, schema, ignored, LIMITS, [text.encode()]))
+        body = do(partial(body_of, schema, ignored, text.encode()))
         if schema is CompletionBody:
             encoded = do(partial(encoder.encode_prompts, body.prompt, MAX_PROMPT_TOKENS, True))
             return dict(body), encoded

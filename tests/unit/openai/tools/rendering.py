@@ -43,8 +43,8 @@ TOOL_OBJECTS: list[JsonObject] = [
 ]
 
 
-def renderer(template: str, tools: Sequence[JsonObject] | None) -> Callable[..., str]:
-    """Return a function that renders messages, with `add_generation_prompt` or without."""
+def renderer(template: str) -> Callable[..., str]:
+    """Return a function that renders messages and tools, with `add_generation_prompt` or without."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -53,10 +53,12 @@ def renderer(template: str, tools: Sequence[JsonObject] | None) -> Callable[...,
     environment.globals["strftime_now"] = lambda form: "today"
     compiled = environment.from_string(template)
 
-    def render(messages: list[JsonObject], add_generation_prompt: bool = False) -> str:
+    def render(
+        messages: list[JsonObject], tools: Sequence[JsonObject] = (), add_generation_prompt: bool = False
+    ) -> str:
         return compiled.render(
             messages=messages,
-            tools=tools,
+            tools=tools or None,
             add_generation_prompt=add_generation_prompt,
             bos_token="<BOS>",
             eos_token="<EOS>",

@@ -2,10 +2,14 @@
 
 import pytest
 
-from serve_app.openai.tools.detection import adapted, detect, probed
+from replicas.errors import InvalidRequest
+from serve_app.openai.tools.detection import detect, probed
 from serve_app.openai.tools.families import FAMILIES, ToolList, family_named
+from serve_app.openai.tools.messages import prompt_messages
 from tests.unit.openai.tools.rendering import TOOL_OBJECTS, JsonObject, renderer
 
+USER = {"role": "user", "content": "hi"}
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 SIGNS = [(family.name, "{{ tools }}" + "".join(signs)) for family in FAMILIES for signs in family.signs]
 CALL_AS_OBJECT = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
@@ -51,12 +55,60 @@ def test_only_special_tokens_of_calls_and_reasoning_are_visible() -> None:
     assert family_named("harmony").visible_tokens([*harmony, "<|endoftext|>"]) == harmony
 
 
-def test_a_template_that_knows_no_tools_gets_them_as_text() -> None:
-    found = detect("{{ messages }}")
-    assert found.tool_list is ToolList.SYSTEM_TEXT and not found.renders_calls
-    found = detect("<tool_call>{{ tools }}{{ message.tool_calls }}")
-    assert found.tool_list is ToolList.TEMPLATE and found.renders_calls
-    assert adapted(family_named("phi4_mini"), "{{ message['tools'] }}").tool_list is ToolList.SYSTEM_FIELD
+@pytest.mark.parametrize(
+    ("name", "template", "place"),
+    [
+        ("generic", PLAIN, ToolList.SYSTEM_TEXT),
+        ("generic", f"You have no tools, and make no tool_calls.{PLAIN}", ToolList.SYSTEM_TEXT),
+        ("hermes", f"{{{{ tools }}}}{PLAIN}", ToolList.TEMPLATE),
+        ("hermes", f"{{{{ toolbox }}}}{PLAIN}", ToolList.SYSTEM_TEXT),
+        ("phi4_mini", f"{PLAIN}{{{{ messages[0]['tools'] }}}}", ToolList.SYSTEM_FIELD),
+        ("phi4_mini", PLAIN, ToolList.SYSTEM_TEXT),
+        ("generic", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", ToolList.NOWHERE),
+        ("generic", f"{{% if messages[0].role == 'system' %}}{{{{ raise_exception('no') }}}}{{% endif %}}{PLAIN}",
+         ToolList.NOWHERE),
+    ],
+)  # fmt: skip
+def test_the_place_of_tools_is_found_by_trying(name: str, template: str, place: ToolList) -> None:
+    family = probed(family_named(name), renderer(template))
+    assert family.tool_list is place
+    if place is ToolList.NOWHERE:
+        with pytest.raises(InvalidRequest, match="neither tools nor a system message") as caught:
+            prompt_messages(family, [USER], TOOL_OBJECTS)
+        assert caught.value.param == "tools"
+        return
+    listed = TOOL_OBJECTS if place is ToolList.TEMPLATE else []
+    prompt = renderer(template)(prompt_messages(family, [USER], TOOL_OBJECTS), listed)
+    assert "get_weather" in prompt and "hi" in prompt
+
+
+@pytest.mark.parametrize(
+    ("template", "renders_results"),
+    [
+        (CALL_AS_OBJECT, True),
+        (CALL_AS_OBJECT.replace("messages", "messages if m.role != 'tool'"), False),
+        (f"{{{{ tools }}}}{PLAIN}", True),
+        (f"{{{{ tools }}}}{PLAIN}".replace("messages", "messages if m.role != 'tool'"), False),
+        (PLAIN, False),
+    ],
+)
+def test_a_result_reaches_the_prompt(template: str, renders_results: bool) -> None:
+    family = probed(detect(template), renderer(template))
+    assert family.renders_results is renders_results
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    turns: list[JsonObject] = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    prompt = renderer(template)(prompt_messages(family, turns))
+    assert "Oslo" in prompt and "sunny" in prompt
+
+
+def test_a_comment_of_a_template_is_no_sign() -> None:
+    comment = "{# unlike <tool_call><function= and\n [TOOL_CALLS] and <think> #}"
+    found = detect(comment + '<tool_call>{"name"')
+    assert (found.name, found.reasoning) == ("hermes", None)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +122,12 @@ def test_a_template_that_knows_no_tools_gets_them_as_text() -> None:
     ],
 )
 def test_the_form_of_earlier_calls_is_found_by_trying(template: str, renders: bool, text: bool, null: bool) -> None:
-    found = probed(detect(template), renderer(template, TOOL_OBJECTS))
+    found = probed(detect(template), renderer(template))
     assert (found.renders_calls, found.takes_text_arguments, found.takes_null_content) == (renders, text, null)
 
 
 def test_a_template_that_refuses_calls_gets_them_as_text() -> None:
-    def refuse(messages: list[JsonObject]) -> str:
+    def refuse(messages: list[JsonObject], tools: list[JsonObject]) -> str:
         raise RuntimeError("no")
 
     assert not probed(detect(CALL_AS_OBJECT), refuse).renders_calls

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from replicas.errors import InvalidRequest
-from serve_app.openai.tools.detection import detect
+from serve_app.openai.tools.detection import detect, probed
 from serve_app.openai.tools.families import FAMILIES, ChatFamily, ToolList, family_named
 from serve_app.openai.tools.messages import prompt_messages
 from tests.unit.openai.tools.cases import CALLS, can_call_in_parallel, parse
-from tests.unit.openai.tools.rendering import TOOL_OBJECTS
+from tests.unit.openai.tools.rendering import TOOL_OBJECTS, renderer
 
 HERMES = family_named("hermes")
-GENERIC = detect("{{ messages }}")
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+GENERIC = probed(detect(PLAIN), renderer(PLAIN))
 USER = {"role": "user", "content": "hi"}
 
 
@@ -96,7 +97,8 @@ def test_tools_follow_the_clients_own_system_message() -> None:
 
 
 def test_smollm2_is_asked_in_its_own_words() -> None:
-    family = detect("You are a helpful AI assistant named SmolLM, trained by Hugging Face {{ messages }}")
+    template = f"You are a helpful AI assistant named SmolLM, trained by Hugging Face {PLAIN}"
+    family = probed(detect(template), renderer(template))
     assert family.name == "smollm2"
     system = prompt_messages(family, [USER], TOOL_OBJECTS)[0]["content"]
     assert (

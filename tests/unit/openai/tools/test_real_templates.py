@@ -167,6 +167,15 @@ def test_calls_that_a_template_renders_parse_back(templates: dict[str, str], nam
     assert "the_result" in conversation.prompt_of_answer(num_calls)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_instructions_and_tools_reach_the_prompt(templates: dict[str, str], name: str) -> None:
+    conversation = Conversation(templates[name], TOKENS.get(name, []))
+    turns = [{"role": "developer", "content": "In French."}, {"role": "user", "content": "hi"}]
+    assert "In French." in conversation.prompt(turns)
+    prompt = conversation.prompt([{"role": "system", "content": "Be brief."}, *turns])
+    assert "Be brief." in prompt and "In French." in prompt and "get_weather" in prompt
+
+
 def num_shared(first: str, second: str) -> int:
     """Return the number of characters with which both texts begin."""
     return next(
@@ -183,8 +192,7 @@ class Conversation:
 
     def __init__(self, template: str, tokens: list[str]) -> None:
         self._template = template
-        self._known = detect(template, tokens)
-        self.family: ChatFamily = probed(self._known, self._render)
+        self.family: ChatFamily = probed(detect(template, tokens), self._render)
 
     def parsed_calls(self, num_calls: int, pieces_of: Callable[[str], list[str]]) -> Parsed:
         """Parse the turn with calls."""
@@ -196,7 +204,11 @@ class Conversation:
 
     def prompt_of_answer(self, num_calls: int) -> str:
         """Return the prompt of the answer after the calls and their results."""
-        return self._rendered(self._messages(num_calls)[:-1], True)
+        return self.prompt(self._messages(num_calls)[:-1])
+
+    def prompt(self, messages: list[JsonObject]) -> str:
+        """Return the prompt of messages and tools."""
+        return self._rendered(messages, True)
 
     def _parsed_turn(self, messages: list[JsonObject], pieces_of: Callable[[str], list[str]]) -> Parsed:
         """Parse the last turn, cut out of the text behind what the prompt has too."""
@@ -218,14 +230,15 @@ class Conversation:
         return parse(self.family, pieces_of(turn), tools=TOOLS, in_reasoning=in_reasoning)
 
     def _rendered(self, messages: list[JsonObject], add_generation_prompt: bool) -> str:
-        return self._render(prompt_messages(self.family, messages, TOOL_OBJECTS), add_generation_prompt)
+        tools = TOOL_OBJECTS if self.family.tool_list is ToolList.TEMPLATE else []
+        return self._render(prompt_messages(self.family, messages, TOOL_OBJECTS), tools, add_generation_prompt)
 
-    def _render(self, messages: list[JsonObject], add_generation_prompt: bool = False) -> str:
+    def _render(self, messages: list[JsonObject], tools: list[JsonObject], add_generation_prompt: bool = False) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, _ = render_jinja_template(
             [messages],
-            tools=TOOL_OBJECTS if self._known.tool_list is ToolList.TEMPLATE else None,
+            tools=tools or None,
             chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
             bos_token="",
