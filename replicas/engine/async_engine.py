@@ -8,6 +8,7 @@ import logging
 import math
 import queue
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -60,6 +61,7 @@ class AsyncEngine:
         """
         self._engine = engine
         self._constraints = constraints
+        self._compiling = ThreadPoolExecutor(1, "constraints")
         self._coalescing = coalescing
         self._clock = clock or Clock()
         self._loop = asyncio.get_running_loop()
@@ -94,6 +96,7 @@ class AsyncEngine:
         mailbox = outbox.open(number, self._policy_for(request), len(request.output_token_ids))
         try:
             try:
+                self._check_takes_requests()
                 constraint = await self._constraint_of(request)
                 self._check_takes_requests()
             except ServingError as error:
@@ -166,16 +169,22 @@ class AsyncEngine:
         if not self._is_hung:
             await asyncio.to_thread(self._thread.join, _STOP_LIMIT_S)
         self._die(EngineDead("the engine was stopped"))
+        self._compiling.shutdown(wait=False)
 
     async def _constraint_of(self, request: GenerateRequest) -> Constraint | None:
-        """Compile the request's constraint in a thread, so that no step and no stream waits for it."""
+        """Compile the request's constraint in the thread for that, so that no step and no stream waits for it.
+
+        A compilation holds the GIL for milliseconds. Of one thread the engine's waits for at most one of them.
+        """
         if not request.params.is_constrained:
             return None
         if self._constraints is None:
             raise InvalidRequest(
                 "this replica's model has no tokenizer, so its output cannot have a grammar", "grammar"
             )
-        return await asyncio.to_thread(self._constraints.constraint_of, request)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._compiling, self._constraints.constraint_of, request
+        )
 
     @contextlib.contextmanager
     def _register(self, request: GenerateRequest, mailbox: Mailbox) -> Iterator[str]:
