@@ -65,7 +65,7 @@ class LineQueue:
         self.changed_bands = set(Band)
         """Bands in which the database may have batches that are missing from `open_batches`."""
         self.running_elsewhere: Counter[tuple[str, Band]] = Counter()
-        """Lines that other workers hold, by tenant and band."""
+        """Expected tokens of the lines that other workers hold, by tenant and band."""
         self.turns: dict[str, int] = {}
         """Number of the last lease of each tenant that has lines waiting, counted up."""
         self._num_leases = 0

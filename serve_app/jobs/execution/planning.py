@@ -78,14 +78,14 @@ def plan(
     batches: Iterable[OpenBatch],
     late_deadline_unix_s: float,
     capacity: Callable[[Band], int],
-    num_running: Mapping[tuple[str, Band], int],
+    running_tokens: Mapping[tuple[str, Band], int],
     turns: Mapping[str, int] = MappingProxyType({}),
 ) -> list[LeaseRequest]:
     """Return the lines to lease now. `turns`: number of each tenant's last lease, counted up; 0 or missing: none yet.
 
     1. Bands are served most urgent first; `capacity(band)` limits the lines of the band and more urgent ones together.
-    2. Within a band, the tenant with the fewest running lines (`num_running`) gets the next one; of several, the one
-       whose last lease is the longest ago.
+    2. Within a band, the tenant whose running lines have the fewest expected tokens (`running_tokens`) gets the next
+       line, which counts as the mean of its queued lines; of several, the one whose last lease is the longest ago.
     3. Within a tenant, the batch with the nearest deadline comes first, then the oldest; `batches` are in this order.
     """
     by_band: dict[Band, dict[str, list[OpenBatch]]] = {}
@@ -95,26 +95,39 @@ def plan(
     for band in sorted(by_band):
         num_left = capacity(band) - sum(request.num_lines for request in requests)
         order = {tenant: turns.get(tenant, 0) for tenant in by_band[band]}
-        running = {tenant: num_running.get((tenant, band), 0) for tenant in order}
-        given = _shares(_lines_by_tenant(by_band[band]), num_left, running, order)
+        running = {tenant: running_tokens.get((tenant, band), 0) for tenant in order}
+        given = _shares({tenant: _Queued.of(by_band[band][tenant]) for tenant in order}, num_left, running, order)
         requests += [
             request for tenant, number in given.items() for request in _share(band, by_band[band][tenant], number)
         ]
     return requests
 
 
-def _lines_by_tenant(waiting: Mapping[str, list[OpenBatch]]) -> dict[str, int]:
-    return {tenant: sum(batch.num_queued for batch in batches) for tenant, batches in waiting.items()}
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """Queued lines of a tenant, and the mean of their expected tokens."""
+
+    num_lines: int
+    line_tokens: float
+
+    @classmethod
+    def of(cls, batches: Sequence[OpenBatch]) -> _Queued:
+        num_lines = sum(batch.num_queued for batch in batches)
+        return cls(num_lines, sum(batch.num_queued * batch.line_tokens for batch in batches) / max(1, num_lines))
 
 
 def _shares(
-    lines: Mapping[str, int], num_left: int, running: Mapping[str, int], order: Mapping[str, int]
+    queued: Mapping[str, _Queued], num_left: int, running: Mapping[str, int], order: Mapping[str, int]
 ) -> Counter[str]:
-    """Return the number of lines that each tenant gets, of those that it has waiting."""
+    """Return the number of lines that each tenant gets, of those that it has queued."""
     given: Counter[str] = Counter()
-    for _ in range(min(num_left, sum(lines.values()))):
-        unserved = [tenant for tenant in lines if given[tenant] < lines[tenant]]
-        given[min(unserved, key=lambda tenant: (running[tenant] + given[tenant], order[tenant]))] += 1
+
+    def place(tenant: str) -> tuple[float, int]:
+        return running[tenant] + given[tenant] * queued[tenant].line_tokens, order[tenant]
+
+    for _ in range(min(num_left, sum(lines.num_lines for lines in queued.values()))):
+        unserved = [tenant for tenant in queued if given[tenant] < queued[tenant].num_lines]
+        given[min(unserved, key=place)] += 1
     return given
 
 

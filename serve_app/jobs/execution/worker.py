@@ -146,7 +146,7 @@ class Worker:
         late_deadline = self._queue.late_deadline(backlog_of(line_tasks))
         self._raise_late_lines(late_deadline)
         requests = plan(
-            self._queue.open_batches, late_deadline, self._capacity_for, self._num_running(), self._queue.turns
+            self._queue.open_batches, late_deadline, self._capacity_for, self._running_tokens(), self._queue.turns
         )
         if not requests:
             return
@@ -168,10 +168,12 @@ class Worker:
         capacity = self._capacity.available(band, num_not_sent, num_workers)
         return capacity if capacity >= self._capacity.minimum(band, num_workers) else 0
 
-    def _num_running(self) -> Counter[tuple[str, Band]]:
-        """Count the lines that all workers hold, by tenant and band."""
-        here = Counter((line_task.batch.tenant, line_task.band) for line_task in self._line_tasks.values())
-        return here + self._queue.running_elsewhere
+    def _running_tokens(self) -> Counter[tuple[str, Band]]:
+        """Return the expected tokens of the lines that all workers hold, by tenant and band."""
+        tokens = Counter(self._queue.running_elsewhere)
+        for line_task in self._line_tasks.values():
+            tokens[line_task.batch.tenant, line_task.band] += line_task.line.expected_tokens
+        return tokens
 
     def _start(self, line_task: LineTask) -> None:
         task = asyncio.create_task(self._run_line(line_task, self._ownership.id))

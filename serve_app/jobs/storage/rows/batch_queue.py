@@ -30,6 +30,8 @@ class OpenBatch:
     """Most urgent band that the batch may be raised to."""
     expires_unix_s: float | None
     num_queued: int
+    line_tokens: float = 1.0
+    """Mean of the expected prompt and output tokens of its lines that have not ended."""
     kind: BatchKind = BatchKind.FILE
     trace: TraceContext | None = None
     """Span that asked for the batch."""
@@ -61,6 +63,7 @@ def open_batches(connection: Connection, model: str, limit_per_tenant: int) -> l
             Band(row.band_ceiling),
             row.expires_unix_s,
             row.num_queued,
+            float(row.line_tokens),
             BatchKind(row.kind),
             TraceContext.of_columns(row.traceparent, row.tracestate),
         )
@@ -77,9 +80,9 @@ def backlog(connection: Connection, model: str) -> list[Backlog]:
 
 
 def running_elsewhere(connection: Connection, model: str, owner: str) -> Counter[tuple[str, Band]]:
-    """Count the lines that other workers hold, by tenant and band."""
+    """Return the expected tokens of the lines that other workers hold, by tenant and band."""
     rows = connection.execute(_RUNNING_ELSEWHERE, {"model": model, "owner": owner})
-    return Counter({(tenant, Band(band)): number for tenant, band, number in rows})
+    return Counter({(tenant, Band(band)): int(num_tokens) for tenant, band, num_tokens in rows})
 
 
 def still_in_progress(connection: Connection, batch_ids: Collection[str]) -> set[str]:
@@ -94,26 +97,28 @@ def _soonest_batches() -> Select[Any]:
         "id", "tenant", "endpoint", "band", "band_ceiling", "expires_unix_s", "num_queued", "created_unix_s", "kind",
         "traceparent", "tracestate",
     )  # fmt: skip
-    ranked = select(*(batches.c[name] for name in columns), place.label("place")).where(_WAITS).subquery()
+    line_tokens = (1.0 * batches.c.waiting_tokens / _UNDONE).label("line_tokens")
+    selected = (*(batches.c[name] for name in columns), line_tokens, place.label("place"))
+    ranked = select(*selected).where(_WAITS).subquery()
     order = (ranked.c.band, ranked.c.expires_unix_s.is_(None), ranked.c.expires_unix_s, ranked.c.created_unix_s)
     return select(ranked).where(ranked.c.place <= bindparam("max_place")).order_by(*order)
 
 
 def _backlog() -> Select[Any]:
-    undone = batches.c.num_lines - batches.c.num_completed - batches.c.num_failed
-    tokens = batches.c.waiting_tokens * batches.c.num_queued / undone
+    tokens = batches.c.waiting_tokens * batches.c.num_queued / _UNDONE
     step = cast(batches.c.expires_unix_s / _DEADLINE_STEP_S, BigInteger)
     sums = (func.min(batches.c.expires_unix_s), func.sum(batches.c.num_queued), func.sum(tokens))
     return select(batches.c.band, *sums).where(_WAITS).group_by(batches.c.band, step)
 
 
 # Built once: building a statement takes as long as executing it.
+_UNDONE = batches.c.num_lines - batches.c.num_completed - batches.c.num_failed
 _IS_IN_PROGRESS = batches.c.status == BatchStatus.IN_PROGRESS.value
 _WAITS = _IS_IN_PROGRESS & (batches.c.num_queued > 0) & (batches.c.model == bindparam("model"))
 _SOONEST = _soonest_batches()
 _BACKLOG = _backlog()
 _RUNNING_ELSEWHERE = (
-    select(batches.c.tenant, batches.c.band, func.count())
+    select(batches.c.tenant, batches.c.band, func.sum(lines.c.expected_tokens))
     .join_from(lines, batches, lines.c.batch_id == batches.c.id)
     .where(lines.c.owner.isnot(None), lines.c.owner != bindparam("owner"), batches.c.model == bindparam("model"))
     .group_by(batches.c.tenant, batches.c.band)

@@ -34,8 +34,8 @@ def leased(expected_tokens: int, batch_id: str = "b", position: int = 0) -> Leas
 
 def planned(batches: list[OpenBatch], room: dict[Band, int] | int, **running: int) -> dict[str, int]:
     rooms = dict.fromkeys(Band, room) if isinstance(room, int) else room
-    num_running = {(tenant, Band.BATCH): number for tenant, number in running.items()}
-    return {want.batch.id: want.num_lines for want in plan(batches, NEVER, lambda band: rooms[band], num_running)}
+    tokens = {(tenant, Band.BATCH): number for tenant, number in running.items()}
+    return {want.batch.id: want.num_lines for want in plan(batches, NEVER, lambda band: rooms[band], tokens)}
 
 
 def test_the_most_urgent_band_plans_first():
@@ -49,6 +49,14 @@ def test_tenants_share_lines_by_those_that_run():
     assert planned(batches, 10) == {"a": 5, "b": 5}
     assert planned(batches, 10, acme=4) == {"a": 3, "b": 7}
     assert planned(batches, 10, acme=40) == {"b": 10}
+
+
+def test_tenants_share_lines_by_their_tokens():
+    batches = [open_batch("a", line_tokens=10.0), open_batch("b", tenant="other", line_tokens=30.0)]
+    assert planned(batches, 8) == {"a": 6, "b": 2}
+    assert planned(batches, 8, acme=60) == {"a": 3, "b": 5}
+    mixed = [open_batch("a", 1, line_tokens=100.0), open_batch("a2", 3, line_tokens=20.0), batches[1]]
+    assert planned(mixed, 8) == {"a": 1, "a2": 2, "b": 5}  # a line of acme's counts as 40
 
 
 def test_of_tenants_with_equally_many_lines_the_one_served_longest_ago_is_next():
