@@ -33,6 +33,8 @@ _NOT_ENFORCED = frozenset({
 })  # fmt: skip
 """Keywords that no grammar here expresses."""
 
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated"})
+
 _NAMED_GROUP = re.compile(r"\(\?<(?=[^=!])")
 _NAMED_REFERENCE = re.compile(r"\\k<(\w+)>")
 """Named groups and references to them as JavaScript, and so JSON Schema, writes them."""
@@ -203,9 +205,14 @@ def _changed(keyword: str, value: Any, place: str, change: Callable[[Schema, str
 
 
 def _compilable(schema: Schema) -> Schema:
-    """Return a schema with numeric keywords that llguidance compiles as they are meant, in all schemas in it."""
-    inner = {key: _changed(key, value, "", lambda part, _: _compilable(part)) for key, value in schema.items()}
-    return compilable(inner)
+    """Return a schema without annotations, all numeric keywords of which llguidance compiles as they are meant."""
+    compiled = {}
+    for keyword, value in schema.items():
+        # Any keyword but these holds schemas if a `$ref` leads there.
+        place = keyword if keyword in (*_SCHEMA_MAPS, "const", "enum") else "items"
+        if keyword not in _ANNOTATIONS:
+            compiled[keyword] = _changed(place, value, "", lambda part, _: _compilable(part))
+    return compilable(compiled)
 
 
 def _takes_strings(schema: Schema) -> bool:

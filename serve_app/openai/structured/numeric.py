@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from decimal import ROUND_CEILING, Decimal
 from typing import Any, TypeGuard
 
 from serve_app.openai.tools.shapes.calls import JsonObject
@@ -37,46 +37,89 @@ class _Bound:
     value: Decimal
     is_excluded: bool
 
-    def first(self, *, is_integer: bool) -> Decimal:
-        """Return the smallest number within the bound that is read exactly; infinity: there is none."""
+    def exact(self, *, is_integer: bool) -> _Bound:
+        """Return the loosest bound within this one that llguidance compiles as it is meant; infinity: there is none.
+
+        An excluded bound is only right where it is the end that is farther from zero.
+        """
         if is_integer:
             integer = max(self.first_integer(), -_MAX_INTEGER)
             if integer > _MAX_INTEGER:
-                return _INFINITY
+                return _Bound(_INFINITY, is_excluded=True)
             double = float(integer)
-            return Decimal(double if double >= integer else math.nextafter(double, math.inf))
-        if self.value >= _MAX_NUMBER:
-            return _INFINITY if self.is_excluded else self.value
-        value = max(self.value, -_MAX_NUMBER)
-        step = Decimal(1).scaleb(max(value.adjusted() + 1 - _MAX_DIGITS, -_MAX_DECIMALS) if value else -_MAX_DECIMALS)
-        number = value.quantize(step, ROUND_CEILING)
-        return number + step if self.is_excluded and number == value else number
+            return _Bound(Decimal(double if double >= integer else math.nextafter(double, math.inf)), is_excluded=False)
+        if self.value > _MAX_NUMBER:
+            return _Bound(_INFINITY, is_excluded=True)
+        if self.value < -_MAX_NUMBER:
+            return _Bound(-_MAX_NUMBER, is_excluded=False)
+        digits = max(self.value.adjusted() + 1 - _MAX_DIGITS, -_MAX_DECIMALS) if self.value else -_MAX_DECIMALS
+        step = Decimal(1).scaleb(digits)
+        number = self.value.quantize(step, ROUND_CEILING)
+        if not self.is_excluded or number > self.value:
+            return _Bound(number, is_excluded=False)
+        return self if number < 0 else _Bound(number + step, is_excluded=False)
 
     def first_integer(self) -> Decimal:
         """Return the smallest integer within the bound."""
         integer = self.value.to_integral_value(ROUND_CEILING)
         return integer + 1 if self.is_excluded and integer == self.value else integer
 
+    def first_multiple(self, step: Decimal) -> Decimal:
+        """Return the smallest multiple of `step` within the bound."""
+        multiple = (self.value / step).to_integral_value(ROUND_CEILING) * step
+        return multiple + step if self.is_excluded and multiple == self.value else multiple
+
+    def of_multiples(self, step: Decimal) -> _Bound:
+        """Return the bound that the same multiples of `step` have, if it can be read exactly.
+
+        The end that is farther from zero is behind the last multiple, as llguidance takes no zeros behind a bound.
+        """
+        first = self.first_multiple(step)
+        bound = _Bound(first - step, is_excluded=True) if first < 0 else _Bound(first, is_excluded=False)
+        return bound if len(bound.value.normalize().as_tuple().digits) <= _MAX_DIGITS else self
+
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Bounds of a schema's numbers."""
+    """Range of numbers."""
 
     lower: _Bound
     upper: _Bound
+    """Lower bound of the numbers' negatives."""
     is_integer: bool
 
     @property
     def is_empty(self) -> bool:
-        """True if no number is within the bounds."""
+        """True if there is no number between the bounds."""
         if self.is_integer:
             return self.lower.first_integer() > -self.upper.first_integer()
         low, high = self.lower.value, -self.upper.value
         return low > high or (low == high and (self.lower.is_excluded or self.upper.is_excluded))
 
-    def ends(self) -> tuple[Decimal, Decimal]:
-        """Return the smallest and the largest number that are read exactly; the first is larger if there is none."""
-        return self.lower.first(is_integer=self.is_integer), -self.upper.first(is_integer=self.is_integer)
+    def exact(self) -> _Range:
+        """Return the range in this one that llguidance compiles as it is meant."""
+        lower, upper = (bound.exact(is_integer=self.is_integer) for bound in (self.lower, self.upper))
+        return _Range(lower, upper, self.is_integer)
+
+    def of_multiples(self, step: Decimal) -> _Range:
+        """Return the range with bounds that fit the multiples of `step` in it."""
+        return _Range(self.lower.of_multiples(step), self.upper.of_multiples(step), self.is_integer)
+
+    def few_multiples(self, step: Decimal) -> list[Decimal]:
+        """Return the multiples of `step` if there are one or two, else nothing.
+
+        llguidance may take such a range for empty, since it divides with rounding errors.
+        """
+        first, last = self.lower.first_multiple(step), -self.upper.first_multiple(step)
+        return sorted({first, last}) if 0 <= last - first <= step else []
+
+    def keywords(self) -> JsonObject:
+        """Return the keywords that express the range."""
+        low, high = _json_number(self.lower.value), _json_number(self.upper.value.copy_negate())
+        return {
+            "exclusiveMinimum" if self.lower.is_excluded else "minimum": low,
+            "exclusiveMaximum" if self.upper.is_excluded else "maximum": high,
+        }
 
 
 def is_compilable(keyword: str, schema: JsonObject) -> bool:
@@ -89,23 +132,37 @@ def is_compilable(keyword: str, schema: JsonObject) -> bool:
     if keyword not in _BOUNDS:
         return True
     numbers = _range_of(schema)
-    low, high = numbers.ends()
-    return low <= high or numbers.is_empty
+    return numbers.is_empty or not numbers.exact().is_empty
 
 
 def compilable(schema: JsonObject) -> JsonObject:
     """Return a schema with numeric keywords that llguidance compiles as they are meant; schemas in it stay as they are.
 
-    Integers get at most 19 digits. So do numbers that have bounds or multiples, before their point.
+    Integers get at most 19 digits. So do numbers that have bounds or multiples, before their point. Nothing meets the
+    schema that is returned if a keyword is not compilable.
     """
+    if not all(is_compilable(keyword, schema) for keyword in schema):
+        return {"enum": []}
     rewritten = {keyword: _whole(value) for keyword, value in schema.items() if not _is_endless(keyword, value)}
-    numbers = _range_of(schema)
-    has_keywords = "multipleOf" in schema or any(_is_number(schema.get(keyword)) for keyword in _BOUNDS)
-    if numbers.is_empty or not (numbers.is_integer or has_keywords):
+    numbers, step = _range_of(schema), schema.get("multipleOf")
+    has_keywords = _is_number(step) or any(_is_number(schema.get(keyword)) for keyword in _BOUNDS)
+    if numbers.is_empty:
+        is_read = all(abs(bound.value) <= _MAX_EXACT_INTEGER for bound in (numbers.lower, numbers.upper))
+        return rewritten if is_read else rewritten | {"minimum": 1, "maximum": 0}
+    if not (numbers.is_integer or has_keywords):
         return rewritten
-    low, high = _between_multiples(*numbers.ends(), schema.get("multipleOf"))
+    exact = numbers.exact()
     others = {keyword: value for keyword, value in rewritten.items() if keyword not in _BOUNDS}
-    return others | {"minimum": _json_number(low), "maximum": _json_number(high)}
+    if numbers.is_integer:  # As multiples among numbers they would have dead ends, such as a point.
+        others["type"] = ["integer" if kind == "number" else kind for kind in _types(schema)]
+    elif _is_number(step):
+        multiple = Decimal(str(step))
+        few = exact.few_multiples(multiple)
+        if few and schema.get("type") == "number" and not schema.keys() & {"enum", "const"}:
+            others.pop("multipleOf")
+            return others | {"enum": list(map(_json_number, few))}
+        exact = exact.of_multiples(multiple)
+    return others | exact.keywords()
 
 
 def _range_of(schema: JsonObject) -> _Range:
@@ -118,21 +175,15 @@ def _range_of(schema: JsonObject) -> _Range:
         if _is_number(excluded):
             candidates.append((_decimal(excluded, keyword), True))
         bounds.append(_Bound(*max(candidates)))
-    types = schema.get("type")
-    is_integer = types == "integer" or (isinstance(types, list) and "integer" in types and "number" not in types)
-    return _Range(bounds[0], bounds[1], is_integer)
+    types, step = _types(schema), schema.get("multipleOf")
+    is_multiple = _is_number(step) and (isinstance(step, int) or step.is_integer())
+    return _Range(bounds[0], bounds[1], is_multiple or ("integer" in types and "number" not in types))
 
 
-def _between_multiples(low: Decimal, high: Decimal, step: object) -> tuple[Decimal, Decimal]:
-    """Return bounds between two multiples, where few are allowed: llguidance may lose one that is a bound itself."""
-    if not _is_number(step) or not 0 < step <= _MAX_SIZE:
-        return low, high
-    multiple = _decimal(step, "minimum")
-    first = (low / multiple).to_integral_value(ROUND_CEILING) * multiple
-    last = (high / multiple).to_integral_value(ROUND_FLOOR) * multiple
-    if not 0 <= last - first <= multiple:
-        return low, high
-    return first - multiple / 2 if first else low, last + multiple / 2 if last else high
+def _types(schema: JsonObject) -> list[Any]:
+    """Return the types that a schema names, or all."""
+    types = schema.get("type", ["null", "boolean", "number", "string", "array", "object"])
+    return types if isinstance(types, list) else [types]
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
