@@ -147,7 +147,7 @@ def compilable(schema: JsonObject) -> JsonObject:
     numbers, step = _range_of(schema), schema.get("multipleOf")
     has_keywords = _is_number(step) or any(_is_number(schema.get(keyword)) for keyword in _BOUNDS)
     if numbers.is_empty:
-        is_read = all(abs(bound.value) <= _MAX_EXACT_INTEGER for bound in (numbers.lower, numbers.upper))
+        is_read = all(_is_exact(schema.get(keyword)) for keyword in _BOUNDS)
         return rewritten if is_read else rewritten | {"minimum": 1, "maximum": 0}
     if not (numbers.is_integer or has_keywords):
         return rewritten

@@ -134,6 +134,7 @@ def test_the_clients_options_of_the_library_are_ignored() -> None:
     ({"type": "integer", "minimum": 0.5, "maximum": 0.6}, "contains no integer"),
     ({"type": "number", "minimum": 1e30, "maximum": 1e20}, "minimum (1)"),
     ({"type": "integer", "minimum": -(2**63) + 1, "maximum": -(2**63)}, "minimum (1)"),
+    ({"type": "integer", "exclusiveMinimum": 0, "maximum": 0.9999999999999999}, "minimum (1)"),
     ({"default": {"type": "integer", "const": -(2**63)}, "$ref": "#/default"}, "'/default' does not exist"),
     ({"x-own": [{"type": "integer", "const": -(2**63)}], "$ref": "#/x-own/0"}, "Unsatisfiable"),
 ])  # fmt: skip
