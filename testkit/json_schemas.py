@@ -11,6 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from jsonschema import Draft202012Validator, FormatChecker
+from jsonschema.validators import validator_for
 
 Schema = dict[str, Any]
 
@@ -89,6 +90,41 @@ def random_schema(rng: random.Random) -> Schema:
     return schema
 
 
+def random_numbers(rng: random.Random) -> Schema:
+    """Return a schema of numbers with bounds and multiples, of Draft 4 or 2020-12, alone or within another."""
+    is_draft_4 = rng.random() < 0.3
+    schema, other = _bounded(rng, is_draft_4), _bounded(rng, is_draft_4)
+    schemas: tuple[Schema, ...] = (
+        schema, schema, schema, {"allOf": [schema, other]}, {"anyOf": [schema, other]}, schema | {"allOf": [other]},
+        {"definitions": {"part": schema}, "type": "array", "items": {"$ref": "#/definitions/part"}, "maxItems": 2},
+        {"type": "array", "items": schema, "minItems": 1, "maxItems": 2},
+        {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False},
+        {"type": "object", "additionalProperties": schema, "maxProperties": 1},
+        {"enum": [_bound(rng) or 0 for _ in range(3)], **schema},
+    )  # fmt: skip
+    dialect = {"$schema": "http://json-schema.org/draft-04/schema#"} if is_draft_4 else {}
+    return dialect | rng.choice(schemas)
+
+
+def documents_near(schema: Schema, rng: random.Random) -> list[str]:
+    """Return documents of one number, at and around the numbers in a schema, of at most 14 digits and no exponent."""
+    steps = [Decimal(step) for step in ("0", "1", "0.1", "0.001", str(rng.randrange(100)))]
+    steps += _numbers_in(schema.get("multipleOf"))
+    numbers = [one + sign * step for one in (Decimal(0), *_numbers_in(schema)) for step in steps for sign in (1, -1)]
+    numbers += [(rng.choice(numbers) + rng.choice(numbers)) / 2 for _ in range(8)]
+    texts = {f"{number.normalize():f}" for number in numbers if number or not number.is_signed()}
+    return [
+        document for text in sorted(texts) if len(text) <= 15 for document in (text, f"[{text}]", f'{{"x":{text}}}')
+    ]
+
+
+def _numbers_in(value: Any) -> list[Decimal]:
+    if isinstance(value, dict | list):
+        parts = value.values() if isinstance(value, dict) else value
+        return [number for part in parts for number in _numbers_in(part)]
+    return [Decimal(str(value))] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
 def without(schema: Schema, pointers: Iterable[str]) -> Schema:
     """Return a copy of a schema without the keywords at these JSON pointers."""
     copied = deepcopy(schema)
@@ -109,9 +145,8 @@ def fault_of(text: str, schema: Schema) -> str | None:
         return f"no JSON: {error}"
     exact = json.loads(json.dumps(schema), parse_float=_exact)
     with decimal.localcontext(prec=2000):
-        found = next(
-            Draft202012Validator(exact, format_checker=FormatChecker(_CHECKED_FORMATS)).iter_errors(document), None
-        )
+        validator = validator_for(schema, Draft202012Validator)
+        found = next(validator(exact, format_checker=FormatChecker(_CHECKED_FORMATS)).iter_errors(document), None)
     return None if found is None else f"{found.json_path}: {found.message[:200]}"
 
 
@@ -150,6 +185,37 @@ def _number(rng: random.Random, _: int) -> Schema:
         if rng.random() < 0.35:
             schema[keyword] = value
     return schema
+
+
+def _bounded(rng: random.Random, is_draft_4: bool) -> Schema:
+    schema: Schema = {"type": rng.choice(["integer", "number", "number", ["number", "null"], ["integer", "string"]])}
+    low, high = sorted((_bound(rng), _bound(rng)))
+    if rng.random() < 0.3:
+        high = low + rng.choice([0, 0.001, 0.1, 0.5, 1, 3])
+    for keyword, exclusive_keyword, value in (
+        ("minimum", "exclusiveMinimum", low), ("maximum", "exclusiveMaximum", high),
+    ):  # fmt: skip
+        if rng.random() < 0.3:
+            continue
+        is_excluded = rng.random() < 0.5
+        schema[exclusive_keyword if is_excluded and not is_draft_4 else keyword] = value
+        if is_draft_4 and rng.random() < 0.8:
+            schema[exclusive_keyword] = is_excluded
+    if rng.random() < 0.25:
+        schema["multipleOf"] = rng.choice([1, 2, 3, 7, 10, 0.1, 0.01, 0.05, 0.25, 0.5, 1.5, 0.3, 1e-6, 0.07])
+    return schema
+
+
+def _bound(rng: random.Random) -> float:
+    """Return a bound as people and programs write it: round, with decimals, tiny, or the largest of its type."""
+    number = rng.choice([0, 0, 1, rng.randint(-20, 20), rng.randint(-(10**6), 10**6), rng.uniform(-2, 2)])
+    number = rng.choice([number, round(number * rng.choice([0.1, 0.01, 1.5]), 3)])
+    if rng.random() < 0.8:
+        return number
+    return rng.choice([
+        1e-7, 1e-12, 0.30000000000000004, 0.9999999999999999, 1e20, -1e20, 2**31 - 1, -(2**31), 2**53 + 1, 2**63 - 1,
+        -(2**63), 2**64 - 1, 1.7976931348623157e308, -1.7976931348623157e308, -0.0, 5e-324, 123456789.123,
+    ])  # fmt: skip
 
 
 def _choice(rng: random.Random, _: int) -> Schema:

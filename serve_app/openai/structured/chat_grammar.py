@@ -76,8 +76,8 @@ def _bound_tools(body: ChatBody, family: ChatFamily) -> tuple[list[Tool], tuple[
         if tool.parameters is not None:
             param = f"tools[{index}].function.parameters"
             enforceable = enforceable_schema(tool.parameters, param, is_strict=tool.strict)
+            of_family = family.calls.unenforced(replace(tool, parameters=enforceable.reduced))
             tool = replace(tool, parameters=enforceable.schema)
-            of_family = family.calls.unenforced(tool)
             if tool.strict:
                 refuse_unenforced(of_family, param)
             not_enforced += [f"{place}{pointer}" for pointer in (*enforceable.not_enforced, *of_family)]

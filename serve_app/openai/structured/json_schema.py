@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
@@ -12,6 +12,7 @@ from typing import Any
 from replicas.errors import InvalidRequest
 from replicas.text.grammar import check_length, json_schema_fault, json_schema_grammar, schema_options
 from serve_app.errors import shortened
+from serve_app.openai.structured.numeric import compilable, is_compilable
 from serve_app.openai.tools.shapes.schemas import pointer_part
 
 Schema = dict[str, Any]
@@ -32,9 +33,14 @@ _NOT_ENFORCED = frozenset({
 })  # fmt: skip
 """Keywords that no grammar here expresses."""
 
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated"})
+
 _NAMED_GROUP = re.compile(r"\(\?<(?=[^=!])")
 _NAMED_REFERENCE = re.compile(r"\\k<(\w+)>")
 """Named groups and references to them as JavaScript, and so JSON Schema, writes them."""
+
+_CLASS = re.compile(r"\\.|\[((?:\\.|[^\]\\])*)\]", re.DOTALL)
+_CLASS_OPERATOR = re.compile(r"\[|&&|--|~~")
 
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -48,7 +54,9 @@ class EnforceableSchema:
     """Schema that has a grammar."""
 
     schema: Schema
-    """The schema, with llguidance's options for its grammar."""
+    """The schema as llguidance compiles it, with its options for the grammar."""
+    reduced: Schema
+    """The schema in the client's words, without the keywords that were left out."""
     not_enforced: tuple[str, ...] = ()
     """JSON pointers to the keywords that were left out."""
 
@@ -65,18 +73,18 @@ def enforceable_schema(
         raise InvalidRequest(f"`{param}` is false: no output meets it", param)
     reduction = _Reduction(param)
     reduced = reduction.of({} if schema is True else schema, "", 0)
-    reduced |= schema_options(has_whitespace=has_whitespace)
-    check_length(json_schema_grammar(reduced), param)
-    fault = json_schema_fault(reduced)
+    compiled = _compilable(reduced) | schema_options(has_whitespace=has_whitespace)
+    check_length(json_schema_grammar(compiled), param)
+    fault = json_schema_fault(compiled)
     if fault is not None and "oneOf" in fault:  # Two alternatives may hold at once, which a grammar cannot forbid.
         reduction.not_enforced += reduction.one_ofs
-        reduced |= schema_options(has_whitespace=has_whitespace, takes_any_of=True)
-        fault = json_schema_fault(reduced)
+        compiled |= schema_options(has_whitespace=has_whitespace, takes_any_of=True)
+        fault = json_schema_fault(compiled)
     if fault is not None:
         raise InvalidRequest(f"`{param}` cannot be enforced: {fault}", param)
     if is_strict:
         refuse_unenforced(reduction.not_enforced, param)
-    return EnforceableSchema(reduced, tuple(reduction.not_enforced))
+    return EnforceableSchema(compiled, reduced, tuple(reduction.not_enforced))
 
 
 def refuse_unenforced(places: Sequence[str], param: str) -> None:
@@ -122,26 +130,13 @@ class _Reduction:
             if keyword in _NUM_PROPERTIES and _has_optional(schema):
                 self.not_enforced.append(here)
                 continue
-            if not self._is_enforceable(keyword, value):
+            if not self._is_enforceable(keyword, schema, here):
                 self.not_enforced.append(here)
                 continue
             if keyword == "oneOf":
                 self.one_ofs.append(here)
-            reduced[keyword] = self._value(keyword, value, here, depth + 1)
+            reduced[keyword] = _changed(keyword, value, here, lambda part, there: self.of(part, there, depth + 1))
         return reduced
-
-    def _value(self, keyword: str, value: Any, place: str, depth: int) -> Any:
-        """Return a keyword's value; schemas in it are reduced."""
-        if keyword in _SCHEMA_MAPS and isinstance(value, Mapping):
-            return {name: self._any(part, f"{place}/{pointer_part(name)}", depth) for name, part in value.items()}
-        if keyword in _SCHEMA_LISTS or keyword in _SCHEMAS:
-            if isinstance(value, list):
-                return [self._any(part, f"{place}/{index}", depth) for index, part in enumerate(value)]
-            return self._any(value, place, depth)
-        return value
-
-    def _any(self, value: Any, place: str, depth: int) -> Any:
-        return self.of(value, place, depth) if isinstance(value, dict) else value
 
     def _count_patterns(self, schema: Schema, place: str) -> None:
         by_name = schema.get("patternProperties")
@@ -168,8 +163,14 @@ class _Reduction:
                     f"`{self._param}`: `{_shown(place)}` is no regular expression: {reason}", self._param
                 )
 
-    def _is_enforceable(self, keyword: str, value: Any) -> bool:
-        if keyword in _NOT_ENFORCED or keyword == "uniqueItems":
+    def _is_enforceable(self, keyword: str, schema: Schema, place: str) -> bool:
+        """Return True if a grammar can express a schema's keyword.
+
+        Raises:
+            InvalidRequest: nothing can be a multiple of the number.
+        """
+        value = schema[keyword]
+        if keyword in _NOT_ENFORCED or keyword == "uniqueItems" or not is_compilable(keyword, schema):
             return False
         if keyword == "format" and isinstance(value, str):
             return _has_grammar(keyword, value)
@@ -177,10 +178,41 @@ class _Reduction:
             return False
         if keyword != "multipleOf" or not isinstance(value, int | float):
             return True
+        if value <= 0:
+            message = f"`{self._param}`: `{_shown(place)}` is {value}; it must be greater than 0"
+            raise InvalidRequest(message, self._param)
+        if not _has_grammar(keyword, value):
+            return False
         multiple = lcm(self._multiple, _num_remainders(value))
         if multiple <= MAX_MULTIPLE:
             self._multiple = multiple
         return multiple <= MAX_MULTIPLE
+
+
+def _changed(keyword: str, value: Any, place: str, change: Callable[[Schema, str], Schema]) -> Any:
+    """Return a keyword's value with the schemas in it changed; `change` gets a schema and its JSON pointer."""
+
+    def changed(part: Any, there: str) -> Any:
+        return change(part, there) if isinstance(part, dict) else part
+
+    if keyword in _SCHEMA_MAPS and isinstance(value, Mapping):
+        return {name: changed(part, f"{place}/{pointer_part(name)}") for name, part in value.items()}
+    if keyword in _SCHEMA_LISTS or keyword in _SCHEMAS:
+        if isinstance(value, list):
+            return [changed(part, f"{place}/{index}") for index, part in enumerate(value)]
+        return changed(value, place)
+    return value
+
+
+def _compilable(schema: Schema) -> Schema:
+    """Return a schema without annotations, all numeric keywords of which llguidance compiles as they are meant."""
+    compiled = {}
+    for keyword, value in schema.items():
+        # Any keyword but these holds schemas if a `$ref` leads there.
+        place = keyword if keyword in (*_SCHEMA_MAPS, "const", "enum") else "items"
+        if keyword not in _ANNOTATIONS:
+            compiled[keyword] = _changed(place, value, "", lambda part, _: _compilable(part))
+    return compilable(compiled)
 
 
 def _takes_strings(schema: Schema) -> bool:
@@ -217,9 +249,16 @@ def _regex_fault(pattern: str) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def _has_grammar(keyword: str, value: str) -> bool:
-    """Return True if strings with this format or pattern have a grammar."""
-    return json_schema_fault({"type": "string", keyword: value}) is None
+def _has_grammar(keyword: str, value: str | float) -> bool:
+    """Return True if strings with this format or pattern, or numbers with this `multipleOf`, have a grammar."""
+    if keyword == "pattern" and any(map(_has_class_operator, _CLASS.findall(str(value)))):
+        return False
+    return json_schema_fault({"type": ["string", "number"], keyword: value}) is None
+
+
+def _has_class_operator(char_class: str) -> bool:
+    """Return True for a class of characters in which llguidance reads a class or an operator, others characters."""
+    return bool(_CLASS_OPERATOR.search(re.sub(r"\\.", "", char_class)))
 
 
 def _num_remainders(divisor: float) -> int:

@@ -90,7 +90,7 @@ class JsonCalls:
         if self.ordinal_key is None:
             return f"{lark.text(head)} {lark.arguments(tool)} {lark.text('}')}"
         before, after = head.split('"0"', 1)
-        return f'{lark.text(before)} /"[0-9]+"/ {lark.text(after)} {lark.arguments(tool)} {lark.text("}")}'
+        return f'{lark.text(before)} /"[0-9]{{1,3}}"/ {lark.text(after)} {lark.arguments(tool)} {lark.text("}")}'
 
     def _block(self, objects: str) -> str:
         return f"{self.begin}{self.opening}{objects}{self.closing}{self.end}"

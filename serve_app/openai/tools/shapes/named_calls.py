@@ -72,7 +72,7 @@ class NamedCalls:
         return ()
 
     def _bound(self, lark: Lark, tool: Tool) -> str:
-        number = '":" /[0-9]+/' if self.is_numbered else ""
+        number = '":" /[0-9]{1,3}/' if self.is_numbered else ""
         call_id = f"({lark.text(self.id_marker)} /[a-zA-Z0-9]{{9}}/)?" if self.id_marker else ""
         head = f"{lark.text(self.call_begin + tool.name)} {number} {call_id} {lark.text(self.name_end)}"
         return f"{head} {lark.arguments(tool)} {lark.text(self.call_end)}"

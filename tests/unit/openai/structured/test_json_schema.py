@@ -96,6 +96,16 @@ def test_strict_takes_what_a_grammar_enforces(schema: Schema) -> None:
     ({"patternProperties": {"^(?!x)": {}}}, ("/patternProperties",)),
     ({"properties": {"a": {}}, "maxProperties": 1}, ("/maxProperties",)),
     ({"type": ["string", "integer"], "format": "int32"}, ("/format",)),
+    ({"type": "number", "multipleOf": 0.07}, ("/multipleOf",)),
+    ({"type": "number", "minimum": 1e19}, ("/minimum",)),
+    ({"minimum": float("inf")}, ("/minimum",)),
+    ({"minimum": 2e18, "exclusiveMinimum": True, "maximum": 1e20}, ("/minimum", "/exclusiveMinimum", "/maximum")),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-30}, ("/exclusiveMinimum", "/maximum")),
+    ({"type": "integer", "exclusiveMaximum": -(2**63)}, ("/exclusiveMaximum",)),
+    ({"enum": ["a", 2**53 + 1]}, ("/enum",)), ({"const": {"a": [1e400]}}, ("/const",)),
+    ({"type": "string", "minLength": 2**40}, ("/minLength",)),
+    ({"type": "string", "pattern": "^[^[]$"}, ("/pattern",)),
+    ({"type": "string", "pattern": r"[\w&&x]"}, ("/pattern",)),
 ])  # fmt: skip
 def test_bounded_keywords_are_named_beyond_their_bounds(schema: Schema, places: tuple[str, ...]) -> None:
     assert enforceable_schema(schema, "field").not_enforced == places
@@ -116,7 +126,17 @@ def test_the_clients_options_of_the_library_are_ignored() -> None:
     ({"$ref": "#/$defs/a"}, "/$defs/a"), ({"$ref": "https://example.com/x"}, "https://example.com/x"),
     ({"$ref": "file:///etc/passwd"}, "file:///etc/passwd"), ({"type": "text"}, "Invalid type: text"),
     ({"$dynamicRef": "#a"}, "$dynamicRef"), ({"properties": []}, "properties must be an object"),
-    ({"const": "\ud800"}, "hex escape"), ({"minimum": float("inf")}, "expected value"),
+    ({"const": "\ud800"}, "hex escape"), ({"items": {"multipleOf": 0}}, "`/items/multipleOf` is 0"),
+    ({"multipleOf": -0.5}, "`/multipleOf` is -0.5"), ({"minimum": "1"}, "minimum"),
+    ({"type": "string", "maxLength": 1.5}, "maxLength"),
+    ({"type": "number", "exclusiveMinimum": 2, "maximum": 2}, "exclusiveMinimum (2)"),
+    ({"type": "number", "minimum": 2, "maximum": 2, "exclusiveMaximum": True}, "(2)"),
+    ({"type": "integer", "minimum": 0.5, "maximum": 0.6}, "contains no integer"),
+    ({"type": "number", "minimum": 1e30, "maximum": 1e20}, "minimum (1)"),
+    ({"type": "integer", "minimum": -(2**63) + 1, "maximum": -(2**63)}, "minimum (1)"),
+    ({"type": "integer", "exclusiveMinimum": 0, "maximum": 0.9999999999999999}, "minimum (1)"),
+    ({"default": {"type": "integer", "const": -(2**63)}, "$ref": "#/default"}, "'/default' does not exist"),
+    ({"x-own": [{"type": "integer", "const": -(2**63)}], "$ref": "#/x-own/0"}, "Unsatisfiable"),
 ])  # fmt: skip
 def test_a_schema_without_outputs_or_sense_is_refused(schema: Schema | bool, reason: str) -> None:
     assert reason in str(fault(schema))
@@ -148,7 +168,7 @@ def nested(depth: int) -> Schema:
 def test_sizes_are_bounded() -> None:
     assert enforceable_schema(nested(MAX_DEPTH), "field")
     assert f"more than {MAX_DEPTH} deep" in str(fault(nested(MAX_DEPTH + 1)))
-    assert f"at most {MAX_GRAMMAR_BYTES}" in str(fault({"description": "x" * MAX_GRAMMAR_BYTES}))
+    assert f"at most {MAX_GRAMMAR_BYTES}" in str(fault({"const": "x" * MAX_GRAMMAR_BYTES}))
     pattern = {"type": "string", "pattern": "^a$"}
     assert enforceable_schema({"properties": {f"p{n}": pattern for n in range(MAX_PATTERNS)}}, "field")
     error = fault({"properties": {f"p{n}": pattern for n in range(MAX_PATTERNS + 1)}})
