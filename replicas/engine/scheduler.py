@@ -9,6 +9,7 @@ from operator import attrgetter
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig, KVPressurePolicy
+from replicas.engine.decode_limits import DecodeLimits
 from replicas.engine.sequence import Phase, Sequence, SequenceStatus
 from replicas.engine.step_plan import LatencyController, StepPlan
 from replicas.engine.tenant_slots import TenantSlots
@@ -27,7 +28,8 @@ class Scheduler:
     1. Every running sequence gets blocks for its known tokens. If they run out, the least urgent running sequence is
        preempted: it gives back its blocks, keeps its tokens and waits. Its full blocks stay cached, so resuming it is
        mostly a prefix hit.
-    2. Sequences that miss one token get it: a decode never waits for a prefill.
+    2. Sequences that miss one token get it: a decode never waits for a prefill. While a band's streams exceed their
+       TPOT target, some decodes of less urgent bands are held (`DecodeLimits`).
     3. The rest of the budget (`max_num_batched_tokens`, or less to meet a latency target) goes to the other running
        sequences and to waiting ones, band by band, in order of urgency. A prompt longer than a step gets a share first
        and the rest of the budget last, so that short prompts behind it start at once. A waiting sequence of a more
@@ -59,6 +61,9 @@ class Scheduler:
         # Time at which each band last got tokens, or began to wait if that is later.
         self._served_s = dict.fromkeys(Band, 0.0)
         self.latency = LatencyController(config)
+        self.decodes = DecodeLimits(config)
+        self.num_held = 0
+        """Number of decodes that the last step left out."""
         self._slots = TenantSlots(config.max_num_seqs)
         self._num_steps = 0
         self._now_s = 0.0
@@ -90,7 +95,9 @@ class Scheduler:
         self._now_s = now
         self._promote_starved(now)
         self._grow_running()
-        plan = StepPlan(self._config, self.running)
+        held = self.decodes.hold(self.running)
+        self.num_held = len(held)
+        plan = StepPlan(self._config, self.running, held)
         for band in plan.decoding_bands:
             self._served_s[band] = now
         for band in Band:
