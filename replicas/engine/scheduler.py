@@ -47,6 +47,7 @@ class Scheduler:
     Invariants:
         A sequence is in `waiting`, in `running` or finished. Running sequences have blocks for all tokens known when
         they were last scheduled. len(running) <= max_num_seqs.
+        A sequence that decodes is held in at most `decodes.max_held_steps` steps in a row.
         A promoted sequence never yields. A tenant that yields a slot holds at least its share afterwards.
         A sequence's worst case fits the pool, so a step with work always progresses.
     """
@@ -145,6 +146,7 @@ class Scheduler:
             assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
             assert sequence.num_in_flight_tokens >= 0 and sequence.num_placeholder_tokens >= 0
             assert sequence.num_scheduled_tokens <= sequence.num_tokens
+            assert sequence.num_held_steps <= self.decodes.max_held_steps
             assert sequence.num_scheduled_tokens <= len(sequence.block_table) * self._config.block_size
         for sequence in self.waiting.sequences():
             assert sequence.status is SequenceStatus.WAITING
