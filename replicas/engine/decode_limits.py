@@ -44,8 +44,8 @@ class TpotController:
        window, up to 16 times the target: long steps, such as those with a prompt, are made up for by shorter ones.
     2. With an excess, the limit becomes three quarters of the less urgent decodes of a step, at least one.
     3. Otherwise, if some decode was held, a 32nd of `max_num_seqs` is added.
-    4. The target is never below 1.5 times the duration of a reference step, which has decodes of the band and nothing
-       less urgent: to hold decodes cannot make the streams faster than that. Steps without less urgent work are such.
+    4. The target is never below 1.5 times the duration of a reference step, which has decodes of the band and neither
+       prompts nor less urgent decodes: to hold decodes cannot make the streams faster than that. Steps without less urgent work are such.
        If there is none, and the last window was above the target, one step in 32 is made one.
 
     Steps of few less urgent decodes give more of their tokens a second than full steps now and then, at the same TPOT:
@@ -133,6 +133,8 @@ class DecodeLimits:
         num_others = _REFERENCE_PERIOD_STEPS - len(self._controllers)
         self.max_held_steps = config.max_num_seqs * _REFERENCE_PERIOD_STEPS // num_others
         """Most steps in a row in which a sequence that decodes is held."""
+        self.least_urgent_band = BANDS[-1]
+        """Least urgent band with decodes or prompts in the step for which `hold` was called last."""
 
     def targets_s(self) -> tuple[float | None, ...]:
         """Return the present target of each band, seconds; None: no target, or none is known yet."""
@@ -141,6 +143,7 @@ class DecodeLimits:
 
     def hold(self, running: list[Sequence]) -> frozenset[Sequence]:
         """Return the decodes that the next step leaves out, and count the step for them. `running` is by urgency."""
+        self.least_urgent_band = BANDS[-1]
         if not self._controllers or not running or running[0].effective_band is running[-1].effective_band:
             return frozenset()  # The usual case.
         decoding = [sequence for sequence in running if sequence.is_decoding]
@@ -151,7 +154,10 @@ class DecodeLimits:
             others = [s for s in decoding if s.effective_band > band and s not in held]
             if others:
                 others.sort(key=lambda sequence: -sequence.num_held_steps)
-                held.update(others[0 if controller.begin_step() else controller.limit :])
+                if controller.begin_step():
+                    self.least_urgent_band = min(self.least_urgent_band, band)
+                    held.update(others)
+                held.update(others[controller.limit :])
         for sequence in held:
             sequence.num_held_steps += 1
         return frozenset(held)

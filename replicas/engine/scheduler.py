@@ -14,7 +14,7 @@ from replicas.engine.sequence import Phase, Sequence, SequenceStatus
 from replicas.engine.step_plan import LatencyController, StepPlan
 from replicas.engine.tenant_slots import TenantSlots
 from replicas.engine.waiting_queue import WaitingQueue
-from replicas.protocol import Band
+from replicas.protocol import BANDS, Band
 
 _urgency = attrgetter("urgency")
 
@@ -101,7 +101,7 @@ class Scheduler:
         plan = StepPlan(self._config, self.running, held)
         for band in plan.decoding_bands:
             self._served_s[band] = now
-        for band in Band:
+        for band in BANDS[: self.decodes.least_urgent_band + 1]:
             plan.limit(self.latency.num_tokens(plan.num_decode_tokens, self._is_more_urgent_than_running(band)))
             self._schedule_prefills(plan, band, now)
         return plan.batch()
