@@ -45,8 +45,8 @@ class TpotController:
     2. With an excess, the limit becomes three quarters of the less urgent decodes of a step, at least one.
     3. Otherwise, if some decode was held, a 32nd of `max_num_seqs` is added.
     4. The target is never below 1.5 times the duration of a reference step, which has decodes of the band and neither
-       prompts nor less urgent decodes: to hold decodes cannot make the streams faster than that. Steps without less urgent work are such.
-       If there is none, and the last window was above the target, one step in 32 is made one.
+       prompts nor less urgent decodes: to hold decodes cannot make the streams faster than that. Steps without less
+       urgent work are such. If there is none, and the last window was above the target, one step in 32 is made one.
 
     Steps of few less urgent decodes give more of their tokens a second than full steps now and then, at the same TPOT:
     on a CPU the duration of a step grows faster than its number of sequences.
