@@ -24,7 +24,7 @@ from replicas.model.hardware.limits import cpu_limit
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.tokenizer import make_decoder
 from replicas.options import ReplicaOptions
-from replicas.protocol import ModelCard, ReplicaIdentity
+from replicas.protocol import Auto, ModelCard, ReplicaIdentity
 from replicas.text.grammar import GrammarCompiler
 
 _log = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ _FIRST_STEP_S = 30.0
 """Least limit of the first steps with a GPU, seconds. Some kernels are compiled when a step first needs them."""
 _THREAD_END_S = 30.0
 """Longest wait for the end of the thread that has loaded a model, seconds. It has nothing left to do."""
+_TPOT_S = 0.06
+"""Target of `auto` with a GPU, seconds: streams that are faster than people read. A CPU may never be as fast."""
 _STREAM_CHUNKS_PER_S = 2000.0
 _STREAM_CHUNKS_PER_S_ON_CPU = 25.0
 """Chunks per second and processor, for an engine that computes on the processors that carry the chunks."""
@@ -206,6 +208,10 @@ def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
         max_model_len = min(max_model_len, backend.num_blocks * options.limits.block_size)
     if options.limits.async_scheduling is None:
         limits["async_scheduling"] = backend.device.startswith("cuda")
+    auto_s = 0.0 if backend.device == "cpu" else _TPOT_S
+    limits["tpot_targets_s"] = tuple(
+        auto_s if target_s is Auto.AUTO else target_s for target_s in options.limits.tpot_targets_s
+    )
     return EngineConfig(
         **limits,
         num_blocks=backend.num_blocks,

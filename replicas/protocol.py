@@ -28,6 +28,12 @@ BANDS = tuple(Band)
 """All bands. To iterate over an enumeration takes several times as long."""
 
 
+class Auto(Enum):
+    """Value of a setting that stands for what suits the device."""
+
+    AUTO = "auto"
+
+
 class FinishReason(Enum):
     """Reason for the end of a sequence. The values are OpenAI's terms; `abort` and `error` are vLLM's."""
 
@@ -244,6 +250,8 @@ class ReplicaStats:
     """Tokens computed since the replica started, for the tenants served last; in polled stats only."""
     weights_id: str = ""
     """Digest of the model's weights."""
+    tpot_targets_s: tuple[float | None, ...] = (None, None, None)
+    """Present target of each band for the mean time between two tokens of a stream, seconds; None: there is none."""
     version: int = 0
     """Number of the engine's last change. Reports of a replica with one version differ in times alone. 0: no number is
     known."""

@@ -18,7 +18,7 @@ from replicas.errors import (
     RequestQuarantined,
     ServingError,
 )
-from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, TokenDelta
+from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
 from router.flow.flow_control import FlowController, SampleGroup
 from router.flow.flow_queue import BandQueueSize
 from router.flow.placements import Placement
@@ -233,7 +233,7 @@ class Dispatcher:
                 async with aclosing(self._attempt(request, placement, resumable, deadline_s)) as deltas:
                     async for delta in deltas:
                         if resumable.is_finished:
-                            self._learn_end(request, timeline)  # The reader may stop after this delta.
+                            self._learn_end(request, timeline, delta.stats)  # The reader may stop after this delta.
                         yield delta
             except (Overloaded, NoReplicaAvailable, ReplicaLost, EngineDead) as error:
                 if not resumable.is_finished:
@@ -313,13 +313,13 @@ class Dispatcher:
                 self._watch.heard(delta.stats)
                 self._flow.notify()
 
-    def _learn_end(self, request: GenerateRequest, timeline: Timeline) -> None:
+    def _learn_end(self, request: GenerateRequest, timeline: Timeline, stats: ReplicaStats | None) -> None:
         assert timeline.queued_s is not None and timeline.first_delta_s is not None and timeline.finished_s is not None
         num_tokens, started_s = timeline.num_output_tokens, timeline.queued_s
         self._flow.lengths.observe(request.tenant, request.band, num_tokens)
-        self._observer.finished(
-            request.band, timeline.first_delta_s - started_s, timeline.finished_s - started_s, num_tokens
-        )
+        ttft_s, duration_s = timeline.first_delta_s - started_s, timeline.finished_s - started_s
+        auto_tpot_s = None if stats is None else stats.tpot_targets_s[request.band]
+        self._observer.finished(request.band, ttft_s, duration_s, num_tokens, auto_tpot_s)
 
     async def _learn_replicas(self) -> None:
         """Fill an empty load table from a poll. A failed poll is only logged: the request waits for the first replica.

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta, fair_share
+from replicas.protocol import (
+    Auto,
+    Band,
+    EngineMetrics,
+    GenerateRequest,
+    ModelCard,
+    ReplicaStats,
+    TokenDelta,
+    fair_share,
+)
 from router.slot_shares import ALONE, SlotShare
 
 
@@ -244,18 +253,25 @@ class LatencyTargets:
 
     ttft_s: float | None = None
     """From the request's arrival at the router to its first output, seconds."""
-    tpot_s: float | None = None
-    """(last - first output) / (output tokens - 1), seconds."""
+    tpot_s: float | Auto | None = None
+    """(last - first output) / (output tokens - 1), seconds; `auto`: the replicas know it."""
 
-    def attained(self, ttft_s: float | None, duration_s: float, num_tokens: int) -> list[Slo]:
+    def known_tpot_s(self, auto_s: float | None) -> float | None:
+        """Return the target for the time between tokens; `auto_s` is the replica's if it is `auto`."""
+        return auto_s if self.tpot_s is Auto.AUTO else self.tpot_s
+
+    def attained(
+        self, ttft_s: float | None, duration_s: float, num_tokens: int, auto_tpot_s: float | None = None
+    ) -> list[Slo]:
         """Return the targets that a request met which ended without an error.
 
         A target is met if it is None, or if the request's output is too short to measure it.
         """
+        tpot_target_s = self.known_tpot_s(auto_tpot_s)
         tpot_s = None if ttft_s is None or num_tokens < 2 else (duration_s - ttft_s) / (num_tokens - 1)
         met = [
             slo
-            for slo, seconds, target_s in ((Slo.TTFT, ttft_s, self.ttft_s), (Slo.TPOT, tpot_s, self.tpot_s))
+            for slo, seconds, target_s in ((Slo.TTFT, ttft_s, self.ttft_s), (Slo.TPOT, tpot_s, tpot_target_s))
             if target_s is None or seconds is None or seconds <= target_s
         ]
         return [*met, Slo.ALL] if len(met) == 2 else met
@@ -327,10 +343,13 @@ class RouterObserver(Protocol):
         It went on elsewhere behind its output (`resumed`), began anew elsewhere (`restarted`), or ended (`failed`).
         """
 
-    def finished(self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int) -> None:
+    def finished(
+        self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int, auto_tpot_s: float | None = None
+    ) -> None:
         """Note that a request ended without an error, `duration_s` after its arrival.
 
-        `ttft_s` is the time from its arrival to its first delta; None: there was no delta.
+        `ttft_s` is the time from its arrival to its first delta; None: there was no delta. `auto_tpot_s` is the
+        replica's present target for the time between tokens of the band; None: it has none.
         """
 
 

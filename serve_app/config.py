@@ -161,9 +161,11 @@ class HeadwayConfig(_SettingsOfParts):
     """CPUs that Ray reserves for an ingress replica."""
     slo: _Targets = BandTargets()
     """Targets of each band for the time to first token and for the mean time between output tokens, seconds; either may
-    be none. In YAML `{interactive: [1, 0.15], batch: none}`. Bands that are not named keep their defaults. Targets
-    neither refuse nor order requests; `headway:slo_attained_total` and `headway:goodput_tokens_total` count what met
-    them."""
+    be none. In YAML `{interactive: [1, 0.06], batch: none}`. Bands that are not named keep their defaults. While the
+    mean time between tokens of a band's streams in a replica exceeds its target, fewer sequences of less urgent bands
+    decode in a step; they keep their slots. A replica aims at no less than 1.5 times the time that the streams have
+    without less urgent decodes. `auto` is 0.06 with a GPU, else just these 1.5 times. Targets neither refuse nor order
+    requests; `headway:slo_attained_total` and `headway:goodput_tokens_total` count what met them."""
     load_poll_period_s: float = Field(default=1.0, gt=0)
     """Seconds between two polls of every model replica's load by an ingress."""
 
@@ -461,6 +463,7 @@ class HeadwayConfig(_SettingsOfParts):
             max_queued_requests=self.max_queued_requests_per_replica,
             max_queued_tokens=max(self.max_queue.interactive.max_tokens, self.max_queue.standard.max_tokens),
             promote_after_s=_PROMOTE_SHARE * self.max_starvation_s,
+            tpot_targets_s=tuple(targets.tpot_s for targets in self.slo.by_band().values()),
         )
 
     def replica_options(self) -> ReplicaOptions:

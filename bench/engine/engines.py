@@ -15,6 +15,7 @@ from replicas.model.loading.options import KVCacheDtype, ModelOptions, RunnerOpt
 from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
+from replicas.timing.clock import Clock
 
 IDENTITY = ReplicaIdentity("bench", "bench", 0)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -46,7 +47,9 @@ def warm_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOption
     return runner
 
 
-def make_engine(runner: TorchModelRunner, *, launcher: ModelRunner | None = None, **limits: Any) -> Engine:
+def make_engine(
+    runner: TorchModelRunner, *, launcher: ModelRunner | None = None, clock: Clock | None = None, **limits: Any
+) -> Engine:
     """Return a fresh engine over a runner; `limits` are fields of `EngineConfig`.
 
     The prefix cache is off unless `limits` turn it on, so that every run computes the same. Steps go through
@@ -59,7 +62,8 @@ def make_engine(runner: TorchModelRunner, *, launcher: ModelRunner | None = None
         "enable_prefix_caching": False,
         "vocab_size": runner.vocab_size,
     }
-    return Engine(EngineConfig(**{**fixed, **limits}), launcher or runner, lambda _: SilentDecoder(), IDENTITY)
+    config = EngineConfig(**{**fixed, **limits})
+    return Engine(config, launcher or runner, lambda _: SilentDecoder(), IDENTITY, clock)
 
 
 def exact_request(request_id: object, prompt: tuple[int, ...], num_output_tokens: int) -> GenerateRequest:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from replicas.engine.sequence import Sequence
-from replicas.protocol import PositionLogprobs
+from replicas.protocol import Band, PositionLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,10 @@ class ScheduledBatch:
     """Sequences of one step, each at most once: first those that decode, then those that prefill."""
 
     items: tuple[ScheduledSequence, ...]
+    decoding_bands: tuple[Band, ...] = ()
+    """Bands of the requests that decode, most urgent first; one is listed twice if a promoted request is in it."""
+    num_held: int = 0
+    """Number of less urgent decodes that the step leaves out for the TPOT of others."""
 
     @property
     def num_tokens(self) -> int:

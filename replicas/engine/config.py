@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from replicas.protocol import BANDS, Auto
 from replicas.settings import check_bounds, setting
 
 
@@ -54,7 +55,9 @@ class EngineLimits:
     promote_after_s: float = 30.0
     """Seconds without computed tokens after which a waiting band has one sequence promoted. The promoted sequence takes
     the next free slot and keeps it."""
-
+    tpot_targets_s: tuple[float | Auto | None, ...] = (None,) * len(BANDS)
+    """Target of each band for the mean time between two tokens of a stream, seconds, or `auto`. While a band's streams
+    exceed it, fewer sequences of less urgent bands decode in a step. None: no target."""
     fairness_rest_steps: int = 64
     """Fewest steps between two preemptions of one sequence for other tenants' fair shares."""
 
@@ -71,6 +74,8 @@ class EngineLimits:
 class EngineConfig(EngineLimits):
     """Limits of one engine, complete with those of its model, its KV cache and its device."""
 
+    tpot_targets_s: tuple[float | None, ...] = (None,) * len(BANDS)
+    """Target of each band, seconds; 0: 1.5 times the TPOT without less urgent bands, which no target is below."""
     num_blocks: int
     """KV blocks that sequences can hold, with ids 1..num_blocks. Block 0 is the runner's scratch block."""
     max_model_len: int

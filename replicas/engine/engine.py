@@ -31,6 +31,7 @@ from replicas.shared_rules.token_ids import unknown_token
 from replicas.timing.clock import Clock
 
 _MIN_DEADLINES = 64
+_HELD_HELP = "running sequences that the last step left out so that a more urgent band meets its TPOT target"
 
 
 class Engine:
@@ -161,6 +162,7 @@ class Engine:
             by_ingress=parts.shares(),
             block_size=self._config.block_size,
             saturated_tokens_per_s=self._stats.saturated_rate.tokens_per_s,
+            tpot_targets_s=self._scheduler.decodes.targets_s(),
             version=self._version,
         )
 
@@ -242,6 +244,7 @@ class Engine:
         for step in steps:
             self._stats.stepped(step)
             self._scheduler.latency.stepped(step.batch, step.duration_s)
+            self._scheduler.decodes.stepped(step)
             for item, result in step.results:
                 delta = self._advance(item, result, step.collected_s)
                 if delta is not None:
@@ -289,6 +292,7 @@ class Engine:
         start = gauge(START_TIME, "start of the engine, unix seconds", self._start_unix_s)
         return (
             gauge("vllm:num_requests_running", "sequences in the running batch", load.num_running),
+            gauge("headway:num_decodes_held", _HELD_HELP, self._scheduler.num_held),
             gauge("vllm:num_requests_waiting", "sequences waiting for a slot", load.num_waiting),
             gauge("vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"),
             *(replace(metric, is_mean=True) for metric in (usage, budget, settings, start)),

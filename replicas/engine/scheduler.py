@@ -9,13 +9,14 @@ from operator import attrgetter
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig, KVPressurePolicy
+from replicas.engine.decode_limits import DecodeLimits
 from replicas.engine.sequence import Phase, Sequence, SequenceStatus
 from replicas.engine.step_plan import LatencyController, StepPlan
-from replicas.engine.tenant_slots import TenantSlots
+from replicas.engine.tenant_slots import TenantBlocks, TenantSlots
 from replicas.engine.waiting_queue import WaitingQueue
-from replicas.protocol import Band
+from replicas.protocol import BANDS, Band
 
-_urgency = attrgetter("urgency")
+_urgency, _band = attrgetter("urgency"), attrgetter("effective_band")
 
 
 class Scheduler:
@@ -24,10 +25,12 @@ class Scheduler:
     A sequence has known tokens and computed tokens, and every step lets the computed ones catch up. A long prompt, a
     prefix hit, a resumed sequence and a decode differ only in the number of missing tokens. Each step:
 
-    1. Every running sequence gets blocks for its known tokens. If they run out, the least urgent running sequence is
+    1. Every running sequence gets blocks for its known tokens. If they run out, a sequence of the least urgent band is
        preempted: it gives back its blocks, keeps its tokens and waits. Its full blocks stay cached, so resuming it is
-       mostly a prefix hit.
-    2. Sequences that miss one token get it: a decode never waits for a prefill.
+       mostly a prefix hit. It is the least urgent one of the tenant with most blocks beyond its fair share
+       (`TenantBlocks`), or of the band if no tenant with several sequences is beyond its share.
+    2. Sequences that miss one token get it: a decode never waits for a prefill. While a band's streams exceed their
+       TPOT target, some decodes of less urgent bands are held (`DecodeLimits`).
     3. The rest of the budget (`max_num_batched_tokens`, or less to meet a latency target) goes to the other running
        sequences and to waiting ones, band by band, in order of urgency. A prompt longer than a step gets a share first
        and the rest of the budget last, so that short prompts behind it start at once. A waiting sequence of a more
@@ -35,7 +38,8 @@ class Scheduler:
     4. In a band, sequences of tenants that hold fewer slots than their fair share (`TenantSlots`) are admitted first.
        If such a sequence finds no slot, a tenant beyond its share yields one: its least urgent sequence is preempted. A
        sequence yields at most once in `fairness_rest_steps`. A tenant at its share yields no slot and takes none
-       back, so two tenants never take slots from each other in turn.
+       back, so two tenants never take slots from each other in turn. If slots are free and blocks are not, a tenant
+       below its share of the blocks is served in the same way.
     5. A sequence that must run alone preempts all others, and none is admitted beside it.
     6. If a band has tokens to prefill, and none of its tokens was computed for `promote_after_s`, its most urgent
        sequence is promoted to the front of all bands. A promoted sequence takes the next free slot. It preempts no
@@ -45,7 +49,9 @@ class Scheduler:
     Invariants:
         A sequence is in `waiting`, in `running` or finished. Running sequences have blocks for all tokens known when
         they were last scheduled. len(running) <= max_num_seqs.
-        A promoted sequence never yields. A tenant that yields a slot holds at least its share afterwards.
+        A sequence that decodes is held in at most `decodes.max_held_steps` steps in a row.
+        A promoted sequence never yields. A tenant that yields slots or blocks holds at least its share of them
+        afterwards.
         A sequence's worst case fits the pool, so a step with work always progresses.
     """
 
@@ -59,6 +65,9 @@ class Scheduler:
         # Time at which each band last got tokens, or began to wait if that is later.
         self._served_s = dict.fromkeys(Band, 0.0)
         self.latency = LatencyController(config)
+        self.decodes = DecodeLimits(config)
+        self.num_held = 0
+        """Number of decodes that the last step left out."""
         self._slots = TenantSlots(config.max_num_seqs)
         self._num_steps = 0
         self._now_s = 0.0
@@ -90,10 +99,12 @@ class Scheduler:
         self._now_s = now
         self._promote_starved(now)
         self._grow_running()
-        plan = StepPlan(self._config, self.running)
+        held = self.decodes.hold(self.running)
+        self.num_held = len(held)
+        plan = StepPlan(self._config, self.running, held)
         for band in plan.decoding_bands:
             self._served_s[band] = now
-        for band in Band:
+        for band in BANDS[: self.decodes.least_urgent_band + 1]:
             plan.limit(self.latency.num_tokens(plan.num_decode_tokens, self._is_more_urgent_than_running(band)))
             self._schedule_prefills(plan, band, now)
         return plan.batch()
@@ -138,6 +149,7 @@ class Scheduler:
             assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
             assert sequence.num_in_flight_tokens >= 0 and sequence.num_placeholder_tokens >= 0
             assert sequence.num_scheduled_tokens <= sequence.num_tokens
+            assert sequence.num_held_steps <= self.decodes.max_held_steps
             assert sequence.num_scheduled_tokens <= len(sequence.block_table) * self._config.block_size
         for sequence in self.waiting.sequences():
             assert sequence.status is SequenceStatus.WAITING
@@ -178,13 +190,23 @@ class Scheduler:
 
     def _grow_running(self) -> None:
         block_size = self._config.block_size
-        for sequence in self.running:  # Preemption pops from the end of the list, never a visited sequence.
+        for sequence in self.running.copy():
             if sequence.num_tokens <= len(sequence.block_table) * block_size:
                 continue  # The usual case, checked here since this runs for every sequence in every step.
-            while not self.blocks.can_grow(sequence, sequence.num_tokens):
-                if self._preempt(self.running[-1]) is sequence:
-                    return  # It was the last sequence of the list.
-            self.blocks.grow(sequence, sequence.num_tokens)
+            while sequence.status is SequenceStatus.RUNNING:
+                if self.blocks.can_grow(sequence, sequence.num_tokens):
+                    self.blocks.grow(sequence, sequence.num_tokens)
+                    break
+                self._preempt(self._first_to_preempt())
+
+    def _first_to_preempt(self) -> Sequence:
+        """Return the sequence of the least urgent band whose blocks running ones get."""
+        last = self.running[-1]
+        return self._tenant_blocks(last.effective_band).first_to_preempt() or last
+
+    def _tenant_blocks(self, band: Band) -> TenantBlocks:
+        num_tenants = self._slots.num_tenants(band, self.waiting.tenants(band))
+        return TenantBlocks(self.running, band, self._config.num_blocks, num_tenants)
 
     def _schedule_prefills(self, plan: StepPlan, band: Band, now: float) -> None:
         long_prefill_chunk, long_sequences = plan.long_prefill_chunk, []
@@ -241,6 +263,9 @@ class Scheduler:
 
     def _head(self, band: Band, with_long: bool) -> Sequence | None:
         first = self._slots.below_share(band, self.waiting.tenants(band))
+        if first:
+            blocks = self._tenant_blocks(band)
+            first = frozenset(filter(blocks.is_below_share, first)) or first
         return self.waiting.head(band, with_long, first)
 
     def _waits_for_prefix(self, plan: StepPlan, sequence: Sequence) -> bool:
@@ -267,7 +292,7 @@ class Scheduler:
             if yielding is None:
                 yielding = self._yielding(sequence)
             plan.unschedule(yielding[-1])
-            self._yield_slot(yielding.pop())
+            self._yield(yielding.pop())
         self.waiting.remove(sequence)
         self.blocks.allocate(sequence)
         if sequence.num_cached_tokens is None:
@@ -283,7 +308,7 @@ class Scheduler:
             return True
         if sequence.request.is_isolated:
             return True  # It may preempt all, and a sequence's worst case fits an empty pool.
-        num_others = bisect_right(self.running, sequence.band, key=attrgetter("effective_band"))
+        num_others = bisect_right(self.running, sequence.band, key=_band)
         others, less_urgent = self.running[:num_others], self.running[num_others:]
         if self._fits(sequence, others, less_urgent):
             return True
@@ -296,10 +321,16 @@ class Scheduler:
     def _yielding(self, sequence: Sequence) -> list[Sequence]:
         """Return the running sequences that may be preempted for the fair share of `sequence`'s tenant.
 
-        The first to be preempted is last: of the tenant with most slots, the least urgent.
+        If less urgent bands leave a slot, they yield blocks, otherwise slots. The first to be preempted is last: of the
+        tenant with most of them, the least urgent.
         """
         band, waiting = sequence.effective_band, self.waiting.tenants(sequence.effective_band)
-        if sequence.is_promoted or sequence.request.tenant not in self._slots.below_share(band, waiting):
+        if sequence.is_promoted:
+            return []
+        if bisect_right(self.running, band, key=_band) < self._config.max_num_seqs:
+            blocks = self._tenant_blocks(band)
+            return blocks.yielding(self._may_yield) if blocks.is_below_share(sequence.request.tenant) else []
+        if sequence.request.tenant not in self._slots.below_share(band, waiting):
             return []
         surplus = self._slots.surplus(band, waiting)
         left, yielding = surplus.copy(), []
@@ -333,9 +364,7 @@ class Scheduler:
             num_tokens, growth = sequence.num_tokens, len(others)
         return self.blocks.shortfall(sequence, num_tokens, without) + growth <= 0
 
-    def _yield_slot(self, sequence: Sequence) -> None:
-        band, tenant = sequence.effective_band, sequence.request.tenant
-        assert self._slots.of(band, tenant) > self._slots.share(band, self.waiting.tenants(band))
+    def _yield(self, sequence: Sequence) -> None:
         assert self._may_yield(sequence)
         self._preempt(sequence)
         sequence.is_fairness_preempted, sequence.fairness_preemption_step = True, self._num_steps

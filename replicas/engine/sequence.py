@@ -123,6 +123,8 @@ class Sequence:
         """True if the last preemption was for another tenant's fair share."""
         self.fairness_preemption_step: int | None = None
         """Number of the step of the last such preemption."""
+        self.num_held_steps = 0
+        """Steps in a row that left out the sequence, which decodes, for the TPOT of others."""
         self.num_prompt_logprobs = 0
         self.work_tokens = 0
         """Tokens computed in the steps that were collected, each as often as it was computed."""
@@ -217,6 +219,7 @@ class Sequence:
 
     def launched(self, num_tokens: int, samples: bool) -> None:
         """Note that a step was launched that computes the next `num_tokens`, and samples one if `samples`."""
+        self.num_held_steps = 0
         self.num_in_flight_tokens += num_tokens
         if samples:
             self.num_placeholder_tokens += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Sequence
@@ -15,19 +17,22 @@ _INCREASES_TO_FULL = 64
 class StepPlan:
     """Plan of one step: the tokens given to each sequence so far, and the rest of the step's limits.
 
-    It begins with the decodes, which never wait: the newest token of each running sequence that misses no other, and
-    the tokens that its constraint forced after it, as far as they fit.
+    It begins with the decodes, which wait for no prompt: the newest token of each running sequence that misses no
+    other, and the tokens that its constraint forced after it, as far as they fit. Those in `held` are left out.
 
     Invariants: the tokens given never exceed `max_num_batched_tokens`, nor a sequence's uncomputed tokens.
     """
 
-    def __init__(self, config: EngineConfig, running: list[Sequence]) -> None:
+    def __init__(self, config: EngineConfig, running: list[Sequence], held: Collection[Sequence] = ()) -> None:
         self._config = config
+        self._num_held = len(held)
         self._scheduled: dict[Sequence, int] = {}
         self._prefilling: list[Sequence] = []
         # A band may be in the list twice: promoted sequences run before all others.
         self.decoding_bands: list[Band] = []
         for sequence in running:
+            if sequence in held:
+                continue
             if sequence.is_decoding:
                 self._scheduled[sequence] = 1
                 if not self.decoding_bands or self.decoding_bands[-1] is not sequence.request.band:
@@ -112,7 +117,9 @@ class StepPlan:
             tuple(
                 ScheduledSequence.of(sequence, sequence.num_scheduled_tokens, num_scheduled)
                 for sequence, num_scheduled in self._scheduled.items()
-            )
+            ),
+            tuple(self.decoding_bands),
+            self._num_held,
         )
 
 
@@ -124,7 +131,7 @@ class LatencyController:
     2. A step that used its whole budget and took less than 0.8 times the target adds a 64th of
        `max_num_batched_tokens`. A step that used less does not show the cost of more tokens.
     3. In between, nothing changes. A step without decodes delays no running stream: it is neither limited nor counted.
-    4. A decode is never held back. If decodes alone use the budget, prompts wait until some decodes have ended.
+    4. A decode is never held back for it. If decodes alone use the budget, prompts wait until some decodes have ended.
        Prompts that are more urgent than a running sequence do not wait: together they get a block of tokens per step.
 
     Invariants:

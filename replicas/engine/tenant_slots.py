@@ -1,9 +1,9 @@
-"""Slots that each tenant holds, and the fair share of each."""
+"""Slots and KV blocks that each tenant holds, and the fair share of each."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, KeysView
+from collections.abc import Callable, Iterable, KeysView
 
 from replicas.engine.sequence import Sequence
 from replicas.protocol import BANDS, Band, fair_share
@@ -42,10 +42,14 @@ class TenantSlots:
         """Return the number of slots that a tenant holds."""
         return self._held[band][tenant]
 
+    def num_tenants(self, band: Band, waiting: KeysView[str]) -> int:
+        """Return the number of tenants that run in the band or are in `waiting`."""
+        return len(self._held[band].keys() | waiting)
+
     def share(self, band: Band, waiting: KeysView[str]) -> int:
         """Return the share of each tenant, with the tenants in `waiting`."""
         num_slots = self._num_slots - sum(self._num_held[other] for other in BANDS[:band])
-        return fair_share(num_slots, len(self._held[band].keys() | waiting))
+        return fair_share(num_slots, self.num_tenants(band, waiting))
 
     def below_share(self, band: Band, waiting: KeysView[str]) -> frozenset[str]:
         """Return the tenants in `waiting` that hold fewer slots than their share; none while there is one tenant."""
@@ -67,3 +71,59 @@ class TenantSlots:
             held[sequence.effective_band][sequence.request.tenant] += 1
         assert held == self._held and all(all(counts.values()) for counts in self._held.values())
         assert self._num_held == {band: counts.total() for band, counts in held.items()}
+
+
+class TenantBlocks:
+    """KV blocks that the tenants of one band hold at one moment. A shared block counts for each sequence.
+
+    A tenant's share = blocks left by more urgent bands / tenants that run or wait in the band, rounded down.
+
+    Invariants:
+        A tenant that yields the sequences of `yielding` to others holds at least its share afterwards. So two tenants
+        never take blocks from each other in turn.
+        A tenant's only sequence never yields, and of several the least urgent does. So the most urgent sequence of all
+        runs to its end.
+    """
+
+    def __init__(self, running: Iterable[Sequence], band: Band, num_blocks: int, num_tenants: int) -> None:
+        """`running` is all running sequences, most urgent first."""
+        self._of_band: list[Sequence] = []
+        self._held: Counter[str] = Counter()
+        for sequence in running:
+            if sequence.effective_band is band:
+                self._of_band.append(sequence)
+                self._held[sequence.request.tenant] += len(sequence.block_table)
+            elif sequence.effective_band < band:
+                num_blocks -= len(sequence.block_table)
+        self.share = fair_share(num_blocks, num_tenants)
+
+    def is_below_share(self, tenant: str) -> bool:
+        """Return True if the tenant holds fewer blocks than its share."""
+        return self._held[tenant] < self.share
+
+    def first_to_preempt(self) -> Sequence | None:
+        """Return the least urgent sequence of the tenant with most blocks beyond its share; None: there is none.
+
+        A tenant with one sequence is passed over.
+        """
+        nums = Counter(sequence.request.tenant for sequence in self._of_band)
+        beyond = [tenant for tenant, num in self._held.items() if num > self.share and nums[tenant] > 1]
+        if not beyond:
+            return None
+        most = max(beyond, key=self._held.__getitem__)
+        return next(sequence for sequence in reversed(self._of_band) if sequence.request.tenant == most)
+
+    def yielding(self, may_yield: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Return the sequences that may be preempted for another tenant's share.
+
+        The first to be preempted is last: of the tenant with most blocks, the least urgent that leaves it its share.
+        """
+        left, yielding = self._held.copy(), []
+        for sequence in reversed(self._of_band):
+            tenant, num_blocks = sequence.request.tenant, len(sequence.block_table)
+            if left[tenant] - num_blocks >= self.share and may_yield(sequence):
+                left[tenant] -= num_blocks
+                yielding.append(sequence)
+        yielding.sort(key=lambda sequence: -self._held[sequence.request.tenant])
+        yielding.reverse()
+        return yielding

@@ -85,11 +85,13 @@ class RouterMetrics:
         """Count a request whose replica was lost, by its outcome: resumed, restarted or failed."""
         self._migrations.labels(outcome).inc()
 
-    def finished(self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int) -> None:
+    def finished(
+        self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int, auto_tpot_s: float | None = None
+    ) -> None:
         """Count a request that ended well, its tokens and the latency targets that it met."""
         self._finished.labels(_name(band)).inc()
         self._finished_tokens.labels(_name(band)).inc(num_tokens)
-        attained = self._targets[band].attained(ttft_s, duration_s, num_tokens)
+        attained = self._targets[band].attained(ttft_s, duration_s, num_tokens, auto_tpot_s)
         for slo in attained:
             self._attained.labels(_name(band), slo.value).inc()
         if Slo.ALL in attained:

@@ -1,18 +1,20 @@
 """Settings of several numbers: for each band, or for two cases. Each has a form in text and one in YAML.
 
-In text the numbers of a band are separated by slashes and the bands by commas: `interactive=1/0.15,batch=none`. In YAML
-they are lists in a mapping: `{interactive: [1, 0.15], batch: none}`. A band that is not named keeps its default.
+In text the numbers of a band are separated by slashes and the bands by commas: `interactive=1/0.06,batch=none`. In YAML
+they are lists in a mapping: `{interactive: [1, 0.06], batch: none}`. A band that is not named keeps its default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from replicas.protocol import Band
+from replicas.protocol import Auto, Band
 from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
 
+_Number = float | Auto | None
 _BANDS = tuple(band.name.lower() for band in Band)
 
 
@@ -21,6 +23,8 @@ def as_text(value: object) -> str:
     match value:
         case None:
             return "none"
+        case Auto():
+            return str(value.value)
         case Mapping():
             return ",".join(f"{band}={as_text(numbers)}" for band, numbers in value.items())
         case list() | tuple():
@@ -39,22 +43,24 @@ class _BandNumbers:
     names: tuple[str, ...]
     are_whole: bool = False
     """True: whole numbers from 1; False: numbers above 0, or None."""
+    auto: str = ""
+    """Name of the number that may be `auto`; empty: none."""
 
-    def check(self, band: str, *numbers: float | None) -> None:
+    def check(self, band: str, *numbers: _Number) -> None:
         """Check the numbers of a band.
 
         Raises:
             ValueError: a number is out of bounds; the message names the setting, the band, the number and the bound.
         """
         for name, number in zip(self.names, numbers, strict=True):
-            if number is None:
-                is_valid = not self.are_whole
+            if number is None or number is Auto.AUTO:
+                is_valid = not self.are_whole if number is None else name == self.auto
             else:
                 is_valid = number > 0 and (not self.are_whole or number == number // 1)
             if not is_valid:
                 raise self._error(band, name, as_text(number))
 
-    def read(self, given: object) -> dict[str, list[float | None]]:
+    def read(self, given: object) -> dict[str, list[Any]]:
         """Return the numbers of each band that is named, checked, from either form.
 
         Raises:
@@ -71,7 +77,7 @@ class _BandNumbers:
             self.check(band, *row)
         return rows
 
-    def _numbers(self, band: str, text: str) -> list[float | None]:
+    def _numbers(self, band: str, text: str) -> list[_Number]:
         words = text.split("/")
         if words == ["none"]:
             words *= len(self.names)
@@ -79,7 +85,9 @@ class _BandNumbers:
             raise ValueError(f"{self.setting} of {band} is `{text}`; it must be `{'/'.join(self.names)}`")
         return [self._number(band, name, word) for name, word in zip(self.names, words, strict=True)]
 
-    def _number(self, band: str, name: str, word: str) -> float | None:
+    def _number(self, band: str, name: str, word: str) -> _Number:
+        if name == self.auto and word.lower() == "auto":
+            return Auto.AUTO
         try:
             return None if word.lower() == "none" else float(word)
         except ValueError:
@@ -87,6 +95,7 @@ class _BandNumbers:
 
     def _error(self, band: str, name: str, value: str) -> ValueError:
         bound = "a whole number of at least 1" if self.are_whole else "a number above 0, or none"
+        bound += ", or auto" if name == self.auto else ""
         return ValueError(f"{self.setting} of {band}: {name} is {value}; it must be {bound}")
 
 
@@ -96,7 +105,7 @@ def _bands_of(text: str) -> dict[str, str]:
     return dict(pairs) if len(dict(pairs)) == len(pairs) else {}
 
 
-_TARGETS = _BandNumbers("slo", ("ttft_s", "tpot_s"))
+_TARGETS = _BandNumbers("slo", ("ttft_s", "tpot_s"), auto="tpot_s")
 _QUEUES = _BandNumbers("max_queue", ("requests", "tokens"), are_whole=True)
 _WAITS = _BandNumbers("max_wait_s", ("seconds",))
 
@@ -105,7 +114,7 @@ _WAITS = _BandNumbers("max_wait_s", ("seconds",))
 class BandTargets:
     """Latency targets of each band."""
 
-    interactive: LatencyTargets = field(default=LatencyTargets(1.0, 0.15))
+    interactive: LatencyTargets = field(default=LatencyTargets(1.0, Auto.AUTO))
     standard: LatencyTargets = field(default=LatencyTargets(5.0, 0.25))
     batch: LatencyTargets = field(default=LatencyTargets())
 

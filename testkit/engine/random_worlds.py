@@ -27,7 +27,7 @@ def random_config(rng: random.Random, **changes: object) -> EngineConfig:
         max_queued_requests=rng.choice([2, 100]),
         promote_after_s=rng.choice([0.5, 5.0, 1000.0]),
         fairness_rest_steps=rng.choice([1, 8, 64]),
-        **changes,
+        **{"tpot_targets_s": rng.choice([(None, None, None), (0.1, 0.2, None)])} | changes,
     )
 
 

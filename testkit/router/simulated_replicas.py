@@ -114,7 +114,9 @@ class FakeObserver:
     def migrated(self, outcome: str) -> None:
         self.migrations[outcome] += 1
 
-    def finished(self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int) -> None:
+    def finished(
+        self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int, auto_tpot_s: float | None = None
+    ) -> None:
         self.finishes.append((band, ttft_s, duration_s, num_tokens))
 
     def outcomes(self) -> Counter[Outcome]:

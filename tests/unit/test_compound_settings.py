@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from replicas.protocol import Band
+from replicas.protocol import Auto, Band
 from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
 from serve_app.config import HeadwayConfig
@@ -23,6 +23,7 @@ from serve_app.settings.by_band import BandQueues, BandTargets, BandWaits, Queue
             {"interactive": [0.5, None], "batch": [60, 2.0]},
             BandTargets(interactive=LatencyTargets(0.5), batch=LatencyTargets(60.0, 2.0)),
         ),
+        ("slo", "batch=5/auto", {"batch": [5, "auto"]}, BandTargets(batch=LatencyTargets(5.0, Auto.AUTO))),
         ("slo", "standard=none", {"standard": "none"}, BandTargets(standard=LatencyTargets())),
         ("max_queue", "batch=50/4e6", {"batch": [50, 4_000_000]}, BandQueues(batch=QueueLimit(50, 4_000_000))),
         ("max_wait_s", "interactive=2.5,batch=3600", {"interactive": 2.5, "batch": [3600]}, BandWaits(2.5, 60.0, 3600)),
@@ -42,7 +43,9 @@ def test_both_forms_give_the_named_numbers_and_keep_the_others(name: str, text: 
     ("name", "given", "words"),
     [
         ("slo", "interactive=0/1", "slo of interactive: ttft_s is 0; it must be a number above 0, or none"),
-        ("slo", {"batch": [1, "soon"]}, "slo of batch: tpot_s is soon; it must be a number above 0, or none"),
+        ("slo", {"batch": [1, "soon"]}, "slo of batch: tpot_s is soon; it must be a number above 0, or none, or auto"),
+        ("slo", "batch=auto/1", "slo of batch: ttft_s is auto; it must be a number above 0, or none"),
+        ("max_wait_s", "batch=auto", "max_wait_s of batch: seconds is auto; it must be a number above 0, or none"),
         ("slo", "interactive=nan/1", "slo of interactive: ttft_s is nan"),
         ("slo", "interactive=1", "slo of interactive is `1`; it must be `ttft_s/tpot_s`"),
         ("slo", {"standard": [1, 2, 3]}, "slo of standard is `1/2/3`; it must be `ttft_s/tpot_s`"),

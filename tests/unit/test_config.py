@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from replicas.engine.config import EngineLimits, KVPressurePolicy
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import StreamOptions
-from replicas.protocol import Band
+from replicas.protocol import Auto, Band
 from replicas.settings import settings_of
 from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
@@ -275,6 +275,8 @@ def test_latency_targets_are_per_band_and_may_be_none():
         Band.STANDARD: LatencyTargets(ttft_s=5.0, tpot_s=None),
         Band.BATCH: LatencyTargets(ttft_s=None, tpot_s=None),
     }
+    assert targets.engine_limits().tpot_targets_s == (0.15, None, None)
+    assert HeadwayConfig().engine_limits().tpot_targets_s == (Auto.AUTO, 0.25, None)
 
 
 def test_none_is_no_value_of_a_field_that_needs_one():

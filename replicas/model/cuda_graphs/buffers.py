@@ -88,7 +88,8 @@ class DeviceBlockTables:
 
     def _kept_rows(self, items: Items[ScheduledSequence]) -> dict[Sequence, _WrittenRow]:
         """Return the current owners of rows. If rows could run short, only those of `items` keep theirs."""
-        if len(self._written) + len(items) <= self._num_rows:
+        num_new = sum(item.sequence not in self._written for item in items)
+        if len(self._written) + num_new <= self._num_rows:
             return dict(self._written)
         return {item.sequence: self._written[item.sequence] for item in items if item.sequence in self._written}
 

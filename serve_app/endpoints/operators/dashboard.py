@@ -96,8 +96,13 @@ class Snapshots:
             "ttft_s": _percentiles(ttft),
             "tpot_s": _percentiles(tpot),
             "ttft_target_s": None if targets is None else targets.ttft_s,
-            "tpot_target_s": None if targets is None else targets.tpot_s,
+            "tpot_target_s": None if targets is None else targets.known_tpot_s(self._auto_tpot_s(band)),
         }
+
+    def _auto_tpot_s(self, band: Band) -> float | None:
+        """Return the slowest replica's present target."""
+        targets_s = [view.stats.tpot_targets_s[band] for view in self._backends.dispatcher.load()]
+        return max((target_s for target_s in targets_s if target_s is not None), default=None)
 
 
 class DashboardEndpoints:

@@ -61,3 +61,17 @@ def test_a_steady_batch_sends_new_blocks_alone() -> None:
         rows.commit(update)
         num_sent.append(len(update.blocks))
     assert num_sent == [3, 3, 3, 3]
+
+
+def test_sequences_that_take_turns_keep_their_rows() -> None:
+    rows = DeviceBlockTables(NUM_ROWS, NUM_COLUMNS)
+    sequences = [make_sequence(number) for number in range(NUM_ROWS)]
+    num_sent = []
+    for step in range(6):
+        turn = sequences[step % 2 :: 2]
+        for sequence in turn:
+            sequence.block_table.append(1 + step)
+        update = rows.update([ScheduledSequence.of(sequence, 0, 1) for sequence in turn], HostToDeviceBuffer())
+        rows.commit(update)
+        num_sent.append(len(update.blocks))
+    assert num_sent == [3, 2] * 3

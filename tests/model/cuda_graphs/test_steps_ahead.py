@@ -22,7 +22,7 @@ from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model_replica import Backend, _engine_config
 from replicas.options import ReplicaOptions
-from replicas.protocol import FinishReason, GenerateRequest, LogitBias, SamplingParams, TokenDelta, merge
+from replicas.protocol import Auto, FinishReason, GenerateRequest, LogitBias, SamplingParams, TokenDelta, merge
 from testkit.engine.scripted_constraint import ScriptedConstraint
 from testkit.engine.timed_runner import StepTimes, TimedRunner
 from testkit.model.cached_checkpoints import cached_checkpoint
@@ -240,12 +240,21 @@ def test_the_check_for_gpus_runs_on_the_cpu() -> None:
     assert check.passed and check.detail == "0 of 14 sequences differ, 0 graphs"
 
 
+def backend_on(device: str) -> Backend:
+    return Backend(TimedRunner(StepTimes(0.0, 0.0, 0.0), 512, 2), lambda _: SilentDecoder(), 64, 256, 512,
+                   frozenset(), "float32", device)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("device", "asked", "is_ahead"),
     [("cpu", None, False), ("cuda:0", None, True), ("cpu", True, True), ("cuda:0", False, False)],
 )
 def test_async_scheduling_is_the_default_on_gpus_only(device: str, asked: bool | None, is_ahead: bool) -> None:
-    backend = Backend(TimedRunner(StepTimes(0.0, 0.0, 0.0), 512, 2), lambda _: SilentDecoder(), 64, 256, 512,
-                      frozenset(), "float32", device)  # fmt: skip
     options = ReplicaOptions(ModelOptions("m"), limits=EngineLimits(async_scheduling=asked))
-    assert _engine_config(options, backend).async_scheduling is is_ahead
+    assert _engine_config(options, backend_on(device)).async_scheduling is is_ahead
+
+
+@pytest.mark.parametrize(("device", "auto_s"), [("cpu", 0.0), ("cuda:0", 0.06)])
+def test_an_automatic_tpot_target_is_that_of_the_device(device: str, auto_s: float) -> None:
+    options = ReplicaOptions(ModelOptions("m"), limits=EngineLimits(tpot_targets_s=(Auto.AUTO, 0.25, None)))
+    assert _engine_config(options, backend_on(device)).tpot_targets_s == (auto_s, 0.25, None)

@@ -1,12 +1,13 @@
 """Prometheus metrics of the router."""
 
 import pickle
+from collections.abc import Mapping
 
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from replicas.protocol import Band
+from replicas.protocol import Auto, Band
 from router.types import LatencyTargets, Outcome, Reason
 from serve_app.monitoring.families import families_of_process
 from serve_app.monitoring.http import HttpMetrics
@@ -23,9 +24,9 @@ TARGETS = {
 class Page:
     """Router metrics, and the values that they show."""
 
-    def __init__(self) -> None:
+    def __init__(self, targets: Mapping[Band, LatencyTargets] = TARGETS) -> None:
         self._registry = CollectorRegistry()
-        self.metrics = RouterMetrics(self._registry, TARGETS)
+        self.metrics = RouterMetrics(self._registry, targets)
 
     def value(self, name: str, **labels: str) -> float | None:
         return self._registry.get_sample_value(name, labels)
@@ -48,6 +49,13 @@ def test_attainment_is_of_the_requests_that_ended_well(page: Page) -> None:
     assert page.attained("interactive") == [2, 2, 1]
     assert page.value("headway:finished_tokens_total", band="interactive") == 44
     assert page.value("headway:goodput_tokens_total", band="interactive") == 11
+
+
+def test_a_target_without_a_number_is_the_replicas() -> None:
+    page = Page({band: LatencyTargets(1.0, Auto.AUTO) for band in Band})
+    for auto_tpot_s in (0.05, 0.15, None):
+        page.metrics.finished(Band.INTERACTIVE, 0.5, 1.5, 11, auto_tpot_s)
+    assert page.attained("interactive") == [3, 2, 2], "100 ms: above 50, below 150, and nothing to miss"
 
 
 def test_bands_have_targets_of_their_own(page: Page) -> None:

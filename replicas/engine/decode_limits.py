@@ -1,0 +1,182 @@
+"""Limits of the decodes in a step: less urgent bands decode less while a more urgent band's streams are too slow."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from replicas.engine.batch import CollectedStep
+from replicas.engine.config import EngineConfig
+from replicas.engine.sequence import Phase, Sequence
+from replicas.protocol import BANDS
+
+_WINDOW_STEPS = 8
+_DECREASE = 0.75
+_INCREASES_TO_FULL = 32
+_FLOOR = 1.5
+_REFERENCE_PERIOD_STEPS = 32
+_NUM_REFERENCES = 5
+_MAX_EXCESS = 16
+
+
+@dataclass(slots=True)
+class _Window:
+    """Sums over some steps."""
+
+    num_steps: int = 0
+    num_gaps: int = 0
+    gap_s: float = 0.0
+    most_less_urgent: int = 0
+    """Most less urgent decodes in a step."""
+    has_held: bool = False
+    """True if a step left out some decode."""
+
+
+class TpotController:
+    """Controller of the number of less urgent decodes in a step, which keeps the TPOT of one band near its target.
+
+    Additive increase, multiplicative decrease (Chiu and Jain, "Analysis of the Increase and Decrease Algorithms for
+    Congestion Avoidance in Computer Networks", 1989):
+
+    1. A window is 8 steps in which the band decodes beside less urgent decodes, held or not. Its TPOT is the mean gap
+       between two tokens of the band's streams. The time by which it exceeds the target is carried over to the next
+       window, up to 16 times the target: long steps, such as those with a prompt, are made up for by shorter ones.
+    2. With an excess, the limit becomes three quarters of the less urgent decodes of a step, at least one.
+    3. Otherwise, if some decode was held, a 32nd of `max_num_seqs` is added.
+    4. The target is never below 1.5 times the duration of a reference step, which has decodes of the band and neither
+       prompts nor less urgent decodes: to hold decodes cannot make the streams faster than that. Steps without less
+       urgent work are such. If there is none, and the last window was above the target, one step in 32 is made one.
+
+    Steps of few less urgent decodes give more of their tokens a second than full steps now and then, at the same TPOT:
+    on a CPU the duration of a step grows faster than its number of sequences.
+
+    Invariant: 1 <= limit <= max_num_seqs.
+    """
+
+    def __init__(self, target_s: float, max_num_seqs: int) -> None:
+        """`target_s` is in seconds; 0: 1.5 times the duration of a reference step alone."""
+        self._target_s = target_s
+        self._max_limit = max_num_seqs
+        self._limit = float(max_num_seqs)
+        self._is_late = target_s == 0.0
+        self._references_s: deque[float] = deque(maxlen=_NUM_REFERENCES)
+        self._num_unreferenced_steps = _REFERENCE_PERIOD_STEPS
+        self._excess_s = 0.0
+        self._window = _Window()
+
+    @property
+    def limit(self) -> int:
+        """Most less urgent decodes in a step."""
+        return int(self._limit)
+
+    @property
+    def target_s(self) -> float:
+        """Present target, seconds; infinite if there is no number and no step has shown one yet."""
+        if not self._references_s:
+            return self._target_s or math.inf
+        references_s = sorted(self._references_s)
+        return max(self._target_s, _FLOOR * references_s[len(references_s) // 2])
+
+    def begin_step(self) -> bool:
+        """Count a step with less urgent decodes; return True if it must be a reference step."""
+        self._num_unreferenced_steps += 1
+        is_reference = self._is_late and self._num_unreferenced_steps >= _REFERENCE_PERIOD_STEPS
+        if is_reference:
+            self._num_unreferenced_steps = 0
+        return is_reference
+
+    def refer(self, duration_s: float) -> None:
+        """Note the duration of a reference step."""
+        self._references_s.append(duration_s)
+
+    def observe(self, gaps_s: list[float], num_less_urgent: int, num_held: int) -> None:
+        """Adapt the limit to a step beside less urgent decodes, after which the band's streams had these gaps."""
+        window = self._window
+        window.num_steps += 1
+        window.num_gaps += len(gaps_s)
+        window.gap_s += sum(gaps_s)
+        window.most_less_urgent = max(window.most_less_urgent, num_less_urgent)
+        window.has_held |= num_held > 0
+        if window.num_steps >= _WINDOW_STEPS and window.num_gaps > 0:
+            self._adapt(window)
+            self._window = _Window()
+
+    def _adapt(self, window: _Window) -> None:
+        mean_s, target_s = window.gap_s / window.num_gaps, self.target_s
+        self._is_late = mean_s > self._target_s
+        excess_s = self._excess_s + _WINDOW_STEPS * (mean_s - target_s)
+        self._excess_s = min(max(0.0, excess_s), _MAX_EXCESS * target_s)
+        if self._excess_s > 0.0:
+            self._limit = max(1.0, _DECREASE * min(self._limit, window.most_less_urgent))
+        elif window.has_held:
+            self._limit = min(self._max_limit, self._limit + self._max_limit / _INCREASES_TO_FULL)
+
+
+class DecodeLimits:
+    """Limits of the decodes of less urgent bands, by a `TpotController` for each band with a TPOT target.
+
+    A held sequence keeps its slot and its blocks, and is not in the step. Those that were held for the most steps
+    decode first, then the most urgent. A promoted sequence counts as interactive and is never held.
+
+    Invariant: while a sequence decodes, it is held in at most `max_held_steps` steps in a row. In each step that is no
+    reference step, at least one less urgent sequence decodes, and no other one comes before those held longer. Of 32
+    steps at most one is a reference step of each band.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._controllers = {
+            band: TpotController(target_s, config.max_num_seqs)
+            for band, target_s in zip(BANDS[:-1], config.tpot_targets_s, strict=False)
+            if target_s is not None
+        }
+        num_others = _REFERENCE_PERIOD_STEPS - len(self._controllers)
+        self.max_held_steps = config.max_num_seqs * _REFERENCE_PERIOD_STEPS // num_others
+        """Most steps in a row in which a sequence that decodes is held."""
+        self.least_urgent_band = BANDS[-1]
+        """Least urgent band with decodes or prompts in the step for which `hold` was called last."""
+
+    def targets_s(self) -> tuple[float | None, ...]:
+        """Return the present target of each band, seconds; None: no target, or none is known yet."""
+        targets_s = [self._controllers[band].target_s if band in self._controllers else math.inf for band in BANDS]
+        return tuple(target_s if target_s < math.inf else None for target_s in targets_s)
+
+    def hold(self, running: list[Sequence]) -> frozenset[Sequence]:
+        """Return the decodes that the next step leaves out, and count the step for them. `running` is by urgency."""
+        self.least_urgent_band = BANDS[-1]
+        if not self._controllers or not running or running[0].effective_band is running[-1].effective_band:
+            return frozenset()  # The usual case.
+        decoding = [sequence for sequence in running if sequence.is_decoding]
+        held: set[Sequence] = set()
+        for band, controller in self._controllers.items():
+            if not any(sequence.band is band and sequence not in held for sequence in decoding):
+                continue
+            others = [s for s in decoding if s.effective_band > band and s not in held]
+            if others:
+                others.sort(key=lambda sequence: -sequence.num_held_steps)
+                if controller.begin_step():
+                    self.least_urgent_band = min(self.least_urgent_band, band)
+                    held.update(others)
+                held.update(others[controller.limit :])
+        for sequence in held:
+            sequence.num_held_steps += 1
+        return frozenset(held)
+
+    def stepped(self, step: CollectedStep) -> None:
+        """Adapt the limits to a step. Called before its tokens are applied."""
+        batch = step.batch
+        if not self._controllers or not batch.decoding_bands:
+            return
+        if len(batch.decoding_bands) == 1 and not batch.num_held:  # The usual case.
+            controller = self._controllers.get(batch.decoding_bands[0])
+            if controller is not None and batch.num_tokens == len(batch.items):
+                controller.refer(step.duration_s)
+            return
+        decodes = [item.sequence for item in batch.items if item.sequence.phases.phase is Phase.DECODE]
+        for band, controller in self._controllers.items():
+            gaps_s = [step.collected_s - (s.last_token_s or 0.0) for s in decodes if s.band is band]
+            num_less_urgent = sum(sequence.effective_band > band for sequence in decodes)
+            if gaps_s and not num_less_urgent and batch.num_tokens == len(decodes):
+                controller.refer(step.duration_s)
+            if num_less_urgent or batch.num_held:
+                controller.observe(gaps_s, num_less_urgent, batch.num_held)
