@@ -73,8 +73,8 @@ def check(rng: random.Random, num_outputs: int) -> tuple[int, int]:
 
 def test_numbers_meet_their_schema_and_are_not_narrowed() -> None:
     rng = random.Random(5)
-    counts = [check(rng, 3) for _ in range(100)]
-    assert sum(num_outputs for num_outputs, _ in counts) > 150 and sum(num_valid for _, num_valid in counts) > 300
+    counts = [check(rng, 3) for _ in range(60)]
+    assert sum(num_outputs for num_outputs, _ in counts) > 80 and sum(num_valid for _, num_valid in counts) > 150
 
 
 @pytest.mark.deep
