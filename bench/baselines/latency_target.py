@@ -111,7 +111,7 @@ def serve_together(
                 open_times[band].append(times)
                 all_times[band].append(times)
         timed.step()
-    settled_s = begun_s + _SETTLING_SHARE * seconds
+    settled_s = begun_s + seconds / 2
     gaps_ms = [
         (after - before) * 1e3
         for times in all_times[Band.INTERACTIVE]

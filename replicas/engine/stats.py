@@ -118,7 +118,7 @@ class WasteCause(Enum):
     PREEMPT = "preempt"
     """The tokens were computed again after a preemption for slots or blocks."""
     FAIRNESS = "fairness"
-    """The tokens were computed again after a preemption for another tenant's fair share of the slots."""
+    """The tokens were computed again after a preemption for another tenant's fair share of slots or blocks."""
     ABORT = "abort"
     """The request was aborted: its client disconnected or cancelled."""
     EXPIRED = "expired"
