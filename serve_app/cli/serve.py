@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from replicas.errors import ModelLoadError
-from serve_app.cli.config_options import ConfigError, read_config, read_config_file, with_config_options
+from serve_app.cli.config_options import read_config, read_config_file, with_config_options
 from serve_app.cli.server.access_lines import LogFormat
 from serve_app.cli.server.data_folder import own_data_dir
 from serve_app.cli.server.own_session import run_in_own_session
@@ -28,6 +28,7 @@ from serve_app.cli.server.served_model import prepare_model
 from serve_app.cli.server.server import ListenOptions, Server
 from serve_app.config import HeadwayConfig
 from serve_app.one_root import ForeignPackage, check_one_root
+from serve_app.preflight.fields import ConfigError
 
 _LOOPBACK_HOSTS = "localhost,127.0.0.1,[::1]"
 _KEY_OPTION = "--api-key"

@@ -1,4 +1,7 @@
-"""Hooks into Serve 2.60, for what it has no setting: versions of single deployments, and gRPC servers on loopback."""
+"""Hooks into Serve 2.60, for what it has no setting: versions of single deployments, and gRPC servers on loopback.
+
+The last functions read what Serve and Ray know and tell through no public function.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import ray
 from pydantic_core import to_json
 from ray import serve
 from ray.serve._private import replica as serve_replica
+from ray.serve.context import _get_global_client
 
 from serve_app.settings.processes import IngressProcess, JobsProcess, ModelProcess
 
@@ -70,3 +74,30 @@ def on_address(address: str, add_port: Any) -> Any:
         return port
 
     return add_port_on_address
+
+
+def applications() -> dict[str, dict[str, Any]]:
+    """Return Serve's records of the applications on the cluster, by name; none if Serve does not run."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return {}
+    records: dict[str, dict[str, Any]] = client.get_serve_details()["applications"]
+    return {name: record for name, record in records.items() if record["status"] != "DELETING"}
+
+
+def deployed_model(application: str) -> tuple[str | None, dict[str, float]]:
+    """Return the version of an application's model deployment, and the options of its actors."""
+    info, _ = _get_global_client().get_deployment_info("Model", application)
+    return info.version, info.replica_config.ray_actor_options
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """Return the resources of each node that nothing has reserved now, by the node's id."""
+    free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
+    return free
+
+
+def has_node_autoscaler() -> bool:
+    """Return True if Ray's autoscaler can add nodes to the cluster."""
+    cluster = ray._private.state.state.get_cluster_config()
+    return cluster is not None and any(group.max_count > 0 for group in cluster.node_group_configs)
