@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,14 +39,14 @@ def living_nodes() -> dict[str, dict[str, Any]]:
     return {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
 
 
-def findings_of_nodes(config: HeadwayConfig, stopped_pids: Mapping[str, tuple[int, ...]]) -> list[Finding]:
+def findings_of_nodes(config: HeadwayConfig, stopped: Collection[tuple[str, int]]) -> list[Finding]:
     """Return what the checks find, each fault once, with the nodes that have it unless all do.
 
-    `stopped_pids` are the replicas' processes that end before new ones start, by the node's id. A node that does not
+    `stopped` are processes of replicas, node's id and process id, that end before new ones start. A node that does not
     answer in time, or cannot run the checks, counts as not checked; the log names it.
     """
     nodes = living_nodes()
-    placements = dict(_placements(config, nodes, stopped_pids))
+    placements = dict(_placements(config, nodes, stopped))
     own_id = ray.get_runtime_context().get_node_id()
     tasks = {
         node_id: _findings.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
@@ -74,7 +74,7 @@ def _findings(config: HeadwayConfig, placement: Placement) -> list[Finding]:
 
 
 def _placements(
-    config: HeadwayConfig, nodes: Mapping[str, Mapping[str, Any]], stopped_pids: Mapping[str, tuple[int, ...]]
+    config: HeadwayConfig, nodes: Mapping[str, Mapping[str, Any]], stopped: Collection[tuple[str, int]]
 ) -> Iterator[tuple[str, Placement]]:
     """Yield the nodes that may run a part of the application, each with the parts."""
     model_ids = [node_id for node_id, node in nodes.items() if holds(node["Resources"], replica_resources(config))]
@@ -85,7 +85,7 @@ def _placements(
             num_model_replicas=num_replicas if node_id in model_ids else 0,
             has_ingress=holds(node["Resources"], {"CPU": config.cpus_per_ingress}),
             has_jobs=holds(node["Resources"], {"CPU": config.cpus_per_jobs}),
-            stopped_pids=stopped_pids.get(node_id, ()),
+            stopped_pids=tuple(pid for stopped_id, pid in stopped if stopped_id == node_id),
         )
         if placement.num_model_replicas or placement.has_ingress or placement.has_jobs:
             yield node_id, placement

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -13,8 +11,9 @@ from ray.serve.exceptions import RayServeException
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.nodes import findings_of_nodes, holds, living_nodes, replica_resources
 from serve_app.deployments.serve_hooks import (
+    Deployed,
     applications,
-    deployed_model,
+    deployed,
     free_resources,
     has_node_autoscaler,
     own_version,
@@ -28,36 +27,6 @@ class RolloutRefused(RayServeException, click.ClickException):
     Serve shows the message of a `RayServeException` without a traceback, and does not build again. `serve run` prints
     that of a `ClickException` in the same way.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class RunningModel:
-    """Model deployment of an application that runs now."""
-
-    version: str | None = None
-    resources: Mapping[str, float] = field(default_factory=dict)
-    """What Ray reserves for each replica."""
-    pids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Processes of its replicas, by the node's id."""
-
-    @classmethod
-    def updated_by(cls, args: Mapping[str, Any]) -> RunningModel:
-        """Return the model deployment of the application that is built from `args`; an empty one if there is none."""
-        running = {name: details for name, details in applications().items() if "Model" in details["deployments"]}
-        if len(running) > 1:  # A builder does not learn the name of its application.
-            running = {name: details for name, details in running.items() if _args_of(details) == args}
-        for name, details in running.items():
-            version, options = deployed_model(name)
-            pids: dict[str, tuple[int, ...]] = defaultdict(tuple)
-            for replica in details["deployments"]["Model"]["replicas"]:
-                if replica.get("pid") is not None:
-                    pids[replica["node_id"]] += (replica["pid"],)
-            return cls(version, {"CPU": options.get("num_cpus", 0.0), "GPU": options.get("num_gpus", 0.0)}, pids)
-        return cls()
-
-    def is_replaced_by(self, config: HeadwayConfig) -> bool:
-        """Return True if the configuration needs other replicas than those that run now."""
-        return self.version != own_version(config.model_process()) or self.resources != replica_resources(config)
 
 
 def check_rollout(config: HeadwayConfig, args: Mapping[str, Any], has_cluster: bool) -> None:
@@ -77,32 +46,43 @@ def rollout_findings(config: HeadwayConfig, args: Mapping[str, Any], has_cluster
     """Return what the checks find on the nodes of the cluster; without one, on this machine."""
     if not has_cluster:
         return list(machine_findings(config, Placement(config.num_replicas)))
-    running = RunningModel.updated_by(args)
-    is_replaced = running.is_replaced_by(config)
-    # What runs already, or ends before the new replicas start, leaves its memory to them.
-    stays = is_replaced and config.update == "surge"
-    findings = findings_of_nodes(config, {} if stays else running.pids)
-    return [*findings, *_room(config)] if is_replaced and running.pids else findings
+    running = _running_model(args)
+    is_replaced = running is not None and (
+        running.version != own_version(config.model_process()) or running.resources != replica_resources(config)
+    )
+    # What runs on, or ends before the new replicas start, leaves its memory to them.
+    is_beside = is_replaced and config.update == "surge"
+    findings = findings_of_nodes(config, () if running is None or is_beside else running.processes)
+    return [*findings, *_room(config, running)] if is_replaced and running is not None else findings
 
 
-def _room(config: HeadwayConfig) -> Iterator[Finding]:
-    """Check that a new model replica finds room, beside the running ones if they serve meanwhile.
+def _running_model(args: Mapping[str, Any]) -> Deployed | None:
+    """Return the model deployment of the application that is built from `args`, if it has running replicas."""
+    running = {name: model for name, model in deployed("Model").items() if model.processes}
+    if len(running) > 1:  # A builder does not learn the name of its application.
+        running = {name: model for name, model in running.items() if _args_of(applications()[name]) == args}
+    return next(iter(running.values()), None)
 
-    Otherwise it would wait for ever. Ray's autoscaler would add a node for it.
-    """
+
+def _room(config: HeadwayConfig, running: Deployed) -> Iterator[Finding]:
+    """Check that new model replicas find room. Otherwise they would wait for ever, unless Ray adds nodes."""
     if has_node_autoscaler():
         return
-    is_surge = config.update == "surge"
-    nodes = free_resources() if is_surge else {node_id: node["Resources"] for node_id, node in living_nodes().items()}
     asked = replica_resources(config)
+    needed = " and ".join(f"{number:g} {name}" for name, number in asked.items() if number)
     fault = None
-    if not any(holds(resources, asked) for resources in nodes.values()):
-        needed = " and ".join(f"{number:g} {name}" for name, number in asked.items() if number)
-        fault = (
-            f"surge starts new replicas beside the running ones, and no node has {needed} free for one; set replace"
-            if is_surge
-            else f"no node has {needed}, which a model replica reserves (cpus_per_replica, num_gpus_per_replica)"
+    if config.update == "surge":
+        free, num_replicas = list(free_resources().values()), len(running.processes)
+        # When the last new replica starts, all old ones but one have stopped.
+        has_room = any(holds(node, asked) for node in free) and all(
+            sum(node.get(name, 0.0) for node in free) + (num_replicas - 1) * running.resources[name]
+            >= num_replicas * number
+            for name, number in asked.items()
         )
+        if not has_room:
+            fault = f"surge starts replicas beside the running ones, each with {needed}; there is no room; set replace"
+    elif not any(holds(node["Resources"], asked) for node in living_nodes().values()):
+        fault = f"no node has {needed}, which a model replica reserves (cpus_per_replica, num_gpus_per_replica)"
     yield Finding("update", fault)
 
 

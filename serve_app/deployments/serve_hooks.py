@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,17 @@ from serve_app.settings.processes import IngressProcess, JobsProcess, ModelProce
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("serve_app", "router", "replicas")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """Deployment that runs now."""
+
+    version: str | None
+    resources: Mapping[str, float]
+    """What Ray reserves for each replica."""
+    processes: tuple[tuple[str, int], ...]
+    """Running replicas: node's id and process id of each."""
 
 
 def own_version(settings: ModelProcess | IngressProcess | JobsProcess) -> str:
@@ -85,10 +98,25 @@ def applications() -> dict[str, dict[str, Any]]:
     return {name: record for name, record in records.items() if record["status"] != "DELETING"}
 
 
-def deployed_model(application: str) -> tuple[str | None, dict[str, float]]:
-    """Return the version of an application's model deployment, and the options of its actors."""
-    info, _ = _get_global_client().get_deployment_info("Model", application)
-    return info.version, info.replica_config.ray_actor_options
+def deployed(deployment: str) -> dict[str, Deployed]:
+    """Return what runs of the deployments with this name, by application.
+
+    Serve's records of applications lack it from the moment at which it begins to build one.
+    """
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return {}
+    controller = client._controller
+    found = {}
+    for deployment_id, (info, _) in ray.get(controller.list_deployments_internal.remote()).items():
+        if deployment_id.name == deployment:
+            name = deployment_id.app_name
+            replicas = ray.get(controller._get_running_replica_details_for_deployment.remote(name, deployment))
+            options = info.replica_config.ray_actor_options
+            reserved = {"CPU": options.get("num_cpus") or 0.0, "GPU": options.get("num_gpus") or 0.0}
+            processes = tuple((replica.node_id, replica.pid) for replica in replicas if replica.pid is not None)
+            found[name] = Deployed(info.version, reserved, processes)
+    return found
 
 
 def free_resources() -> dict[str, dict[str, float]]:
