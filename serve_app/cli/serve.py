@@ -29,6 +29,7 @@ from serve_app.cli.server.server import ListenOptions, Server
 from serve_app.config import HeadwayConfig
 from serve_app.one_root import ForeignPackage, check_one_root
 from serve_app.preflight.fields import ConfigError
+from serve_app.preflight.machine import check_keys
 
 _LOOPBACK_HOSTS = "localhost,127.0.0.1,[::1]"
 _KEY_OPTION = "--api-key"
@@ -109,6 +110,11 @@ def _checked(arguments: list[str], fields: dict[str, Any], options: ListenOption
     key_file = config.ingress_settings().api_key_file
     if options.api_key is not None and key_file is not None:
         _fail(f"{_KEY_OPTION} (or {_KEY_VARIABLE}) and api_key_file ({key_file}) are both given; give one of them")
+    if key_file is not None:
+        try:
+            check_keys(Path(key_file))
+        except ValueError as error:
+            _fail(f"api_key_file: {' '.join(str(error).split())}")
     if is_loopback(options.address.host):
         given = "allowed_hosts" in config.model_fields_set
         return config if given else config.model_copy(update={"allowed_hosts": _LOOPBACK_HOSTS})

@@ -23,13 +23,16 @@ _CONVERSION_LIMIT_S = 1800.0
 """The same where nodes may have to convert a GGUF file."""
 _MAX_NAMED_NODES = 3
 
+Resources = Mapping[str, float]
+"""Amounts of Ray's resources, by name."""
+
 
 def replica_resources(config: HeadwayConfig) -> dict[str, float]:
     """Return what Ray reserves for a model replica."""
     return {"CPU": config.cpus_per_replica, "GPU": config.num_gpus_per_replica or 0.0}
 
 
-def holds(resources: Mapping[str, float], needed: Mapping[str, float]) -> bool:
+def holds(resources: Resources, needed: Resources) -> bool:
     """Return True if a node with these resources has those that are needed."""
     return all(resources.get(name, 0.0) >= number for name, number in needed.items())
 
@@ -64,7 +67,7 @@ def findings_of_nodes(config: HeadwayConfig, stopped: Collection[tuple[str, int]
             findings[node_id] = ray.get(task, timeout=0)
         except RayError as error:
             ray.cancel(task, force=True)
-            _log.warning("node %s is not checked: %s", _name(nodes[node_id]), str(error).strip().splitlines()[-1])
+            _log.warning("%s is not checked: %s", _name(nodes[node_id]), str(error).strip().splitlines()[-1])
     return _merged(findings, {node_id: _name(node) for node_id, node in nodes.items()})
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import click
 from ray.serve.exceptions import RayServeException
 
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.nodes import findings_of_nodes, holds, living_nodes, replica_resources
+from serve_app.deployments.nodes import Resources, findings_of_nodes, holds, living_nodes, replica_resources
 from serve_app.deployments.serve_hooks import (
     Deployed,
     applications,
@@ -53,7 +53,10 @@ def rollout_findings(config: HeadwayConfig, args: Mapping[str, Any], has_cluster
     # What runs on, or ends before the new replicas start, leaves its memory to them.
     is_beside = is_replaced and config.update == "surge"
     findings = findings_of_nodes(config, () if running is None or is_beside else running.processes)
-    return [*findings, *_room(config, running)] if is_replaced and running is not None else findings
+    if is_replaced and running is not None and not has_node_autoscaler():
+        whole = [node["Resources"] for node in living_nodes().values()]
+        findings.append(Finding("update", room_fault(config, running, free_resources().values(), whole)))
+    return findings
 
 
 def _running_model(args: Mapping[str, Any]) -> Deployed | None:
@@ -64,26 +67,28 @@ def _running_model(args: Mapping[str, Any]) -> Deployed | None:
     return next(iter(running.values()), None)
 
 
-def _room(config: HeadwayConfig, running: Deployed) -> Iterator[Finding]:
-    """Check that new model replicas find room. Otherwise they would wait for ever, unless Ray adds nodes."""
-    if has_node_autoscaler():
-        return
+def room_fault(
+    config: HeadwayConfig, running: Deployed, free: Collection[Resources], whole: Collection[Resources]
+) -> str | None:
+    """Return why new model replicas would wait for ever, on nodes with the resources `whole` of which `free` are free.
+
+    None: they find room.
+    """
     asked = replica_resources(config)
     needed = " and ".join(f"{number:g} {name}" for name, number in asked.items() if number)
-    fault = None
-    if config.update == "surge":
-        free, num_replicas = list(free_resources().values()), len(running.processes)
-        # When the last new replica starts, all old ones but one have stopped.
-        has_room = any(holds(node, asked) for node in free) and all(
-            sum(node.get(name, 0.0) for node in free) + (num_replicas - 1) * running.resources[name]
-            >= num_replicas * number
-            for name, number in asked.items()
-        )
-        if not has_room:
-            fault = f"surge starts replicas beside the running ones, each with {needed}; there is no room; set replace"
-    elif not any(holds(node["Resources"], asked) for node in living_nodes().values()):
-        fault = f"no node has {needed}, which a model replica reserves (cpus_per_replica, num_gpus_per_replica)"
-    yield Finding("update", fault)
+    if config.update == "replace":
+        if any(holds(node, asked) for node in whole):
+            return None
+        return f"no node has {needed}, which a model replica reserves (cpus_per_replica, num_gpus_per_replica)"
+    num_replicas = len(running.processes)
+    # When the last new replica starts, all old ones but one have stopped.
+    if any(holds(node, asked) for node in free) and all(
+        sum(node.get(name, 0.0) for node in free) + (num_replicas - 1) * running.resources[name]
+        >= num_replicas * number
+        for name, number in asked.items()
+    ):
+        return None
+    return f"surge starts replicas beside the running ones, each with {needed}; there is no room; set replace"
 
 
 def _refuse_to_remove_others() -> None:

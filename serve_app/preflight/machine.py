@@ -46,7 +46,7 @@ def machine_findings(config: HeadwayConfig, placement: Placement) -> Iterator[Fi
     yield _finding("model", lambda: _check_model(config, placement))
     key_file = config.ingress_settings().api_key_file
     if placement.has_ingress and key_file is not None:
-        yield _finding("api_key_file", lambda: _check_keys(Path(key_file)))
+        yield _finding("api_key_file", lambda: check_keys(Path(key_file)))
     if placement.has_jobs:
         for field, folder in _folders(config):
             yield _finding(field, lambda folder=folder: _check_folder(folder))  # type: ignore[misc]
@@ -60,7 +60,12 @@ def _finding(field: str, check: Callable[[], object]) -> Finding:
     return Finding(field, None)
 
 
-def _check_keys(path: Path) -> None:
+def check_keys(path: Path) -> None:
+    """Check that a key file can be read.
+
+    Raises:
+        ValueError: it cannot, or has another form; the message names the path.
+    """
     try:
         read_owners(path)
     except OSError as error:
