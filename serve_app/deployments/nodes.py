@@ -68,7 +68,7 @@ def findings_of_nodes(config: HeadwayConfig, stopped: Collection[tuple[str, int]
         except RayError as error:
             ray.cancel(task, force=True)
             _log.warning("%s is not checked: %s", _name(nodes[node_id]), str(error).strip().splitlines()[-1])
-    return _merged(findings, {node_id: _name(node) for node_id, node in nodes.items()})
+    return merged(findings, {node_id: _name(node) for node_id, node in nodes.items()})
 
 
 @ray.remote(num_cpus=0, max_retries=0, max_calls=1)
@@ -94,7 +94,7 @@ def _placements(
             yield node_id, placement
 
 
-def _merged(findings: Mapping[str, list[Finding]], names: Mapping[str, str]) -> list[Finding]:
+def merged(findings: Mapping[str, list[Finding]], names: Mapping[str, str]) -> list[Finding]:
     """Return each finding once, in the order of the fields. A fault has the names of its nodes, unless all have it."""
     nodes: dict[Finding, list[str]] = defaultdict(list)
     for node_id, found in findings.items():
