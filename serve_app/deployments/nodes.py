@@ -15,7 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from serve_app.config import HeadwayConfig
 from serve_app.preflight.machine import Finding, Placement, machine_findings
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(f"ray.serve.{__name__}")
+"""Logger below Serve's, whose handlers write the log of a build."""
 
 _LIMIT_S = 120.0
 """Longest wait for the checks of all nodes, seconds."""
