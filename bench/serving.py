@@ -78,9 +78,10 @@ def _run(app: str, fields: dict[str, str], url: str) -> None:
 
     module, name = app.split(":")
     builder = getattr(importlib.import_module(module), name)
-    config = get_type_hints(builder)["config"].model_validate(fields)
+    config = get_type_hints(builder).get("config")
     serve.start(http_options={"host": "127.0.0.1", "port": httpx.URL(url).port})
-    serve.run(builder(config), name="headway", route_prefix="/")
+    application = builder(fields) if config is None else builder(config.model_validate(fields))
+    serve.run(application, name="headway", route_prefix="/")
     wait_for(partial(answers, f"{url}/health/ready"), "the ingress is ready", _START_LIMIT_S, 0.2)
 
 

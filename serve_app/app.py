@@ -1,7 +1,6 @@
-"""Wiring of the application: its deployments, their options and their arguments.
+"""Wiring of the application: its deployments, their options and their arguments."""
 
-No `from __future__ import annotations` here: Serve reads the annotation of `build` at run time.
-"""
+from __future__ import annotations
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,20 @@ from ray.serve.schema import LoggingConfig
 
 from router.serve_router import RankedRouter
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.autoscaling import num_cluster_gpus, num_fixed_replicas, num_ingresses, num_model_replicas
+from serve_app.deployments.autoscaling import (
+    joined_cluster,
+    num_fixed_replicas,
+    num_ingresses,
+    num_model_replicas,
+    with_gpus,
+)
 from serve_app.deployments.ingress import Ingress
 from serve_app.deployments.jobs import Jobs
 from serve_app.deployments.model import Model
 from serve_app.deployments.process import MakeFlow, late_binding_flow
+from serve_app.deployments.rollout import RolloutRefused, check_rollout
 from serve_app.deployments.serve_hooks import keep_version, own_version
+from serve_app.preflight.fields import ConfigError, read_fields
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
@@ -29,14 +36,27 @@ if TYPE_CHECKING:
 _HEALTH_CHECK_PERIOD_S = 1.0
 
 
-def build(config: HeadwayConfig) -> serve.Application:
-    """Build the application, for `serve run serve_app.app:build key=value` and for `args:` in a config file."""
+def build(args: dict[str, Any]) -> serve.Application:
+    """Build the application, for `serve run serve_app.app:build key=value` and for `args:` in a config file.
+
+    It takes the fields as they are: Serve would report a mistake in them with a traceback of pydantic.
+
+    Raises:
+        RolloutRefused: a field is wrong, or the processes could not start with a field; nothing has changed then.
+    """
+    try:
+        config = read_fields(args)
+    except ConfigError as error:
+        raise RolloutRefused(str(error)) from None
+    with joined_cluster() as has_cluster:
+        config = with_gpus(config)
+        check_rollout(config, args, has_cluster)
     return build_with(config)
 
 
 def build_with(
     config: HeadwayConfig,
-    load_backend: "LoadBackend | None" = None,
+    load_backend: LoadBackend | None = None,
     make_flow: MakeFlow = late_binding_flow,
     access_log_socket: str | None = None,
 ) -> serve.Application:
@@ -46,7 +66,7 @@ def build_with(
     each ingress and of each jobs worker. `access_log_socket` is the Unix socket that the ingresses of this machine send
     access lines to; None: there is none.
     """
-    config = _with_gpus(config)
+    config = with_gpus(config)
     model = serve.deployment(
         Model,
         name="Model",
@@ -58,6 +78,7 @@ def build_with(
             initial_backoff_s=0.005,
             max_backoff_s=0.02,
         ),
+        max_surge_percent=100 if config.update == "surge" else 0,
         **num_model_replicas(config),
         **_lifecycle(config),
     )
@@ -101,14 +122,3 @@ def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:
         # The ingress logs each request itself; Serve's access log would add a line for every poll.
         "logging_config": LoggingConfig(encoding="JSON", enable_access_log=False),
     }
-
-
-def _with_gpus(config: HeadwayConfig) -> HeadwayConfig:
-    """Return the configuration with the fields that depend on the number of GPUs in the cluster now."""
-    is_complete = config.num_gpus_per_replica is not None and config.max_replicas is not None
-    num_gpus = 0.0 if is_complete or config.replica_options().model.device == "cpu" else num_cluster_gpus()
-    gpus_per_replica = config.num_gpus_per_replica if config.num_gpus_per_replica is not None else float(num_gpus >= 1)
-    changes: dict[str, object] = {"num_gpus_per_replica": gpus_per_replica}
-    if config.max_replicas is None and gpus_per_replica > 0:
-        changes["max_replicas"] = max(config.num_replicas, int(num_gpus / gpus_per_replica))
-    return config.model_copy(update=changes)

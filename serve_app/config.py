@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -133,6 +133,10 @@ class HeadwayConfig(_SettingsOfParts):
     cluster has GPUs, else 0."""
     cpus_per_replica: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a model replica."""
+    update: Literal["replace", "surge"] = "replace"
+    """Order in which `serve deploy` replaces model replicas. replace: one after another stops, and a new one starts in
+    its place; with a single one requests wait meanwhile. surge: the old ones serve until new ones are ready, which
+    needs room for at least one more."""
     graceful_shutdown_timeout_s: float = Field(default=20.0, gt=0)
     """Time that running requests have to finish when a replica is stopped, seconds."""
     health_check_timeout_s: float = Field(default=3.0, gt=0)

@@ -23,7 +23,8 @@ from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.kernel_build import KernelBuildError, built_library
 from replicas.model.hardware.selfcheck import WHOLE_MODEL, find_fault, relative_error
 from replicas.model.loading.config import read_config
-from replicas.model.loading.loader import LoadedModel, choose_max_model_len, load_model
+from replicas.model.loading.facts import choose_max_model_len
+from replicas.model.loading.loader import LoadedModel, load_model, longest_of
 from replicas.model.loading.options import ModelOptions
 
 _BLOCK_SIZE = 16
@@ -146,7 +147,7 @@ def _memory_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelMemory:
     plain, quantized = (
         text.num_hidden_layers * bytes_per_token(layer, cache_dtype) for cache_dtype in (dtype, torch.int8)
     )
-    return ModelMemory(plain, quantized, choose_max_model_len(config, None))
+    return ModelMemory(plain, quantized, choose_max_model_len(longest_of(config), None))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+SMALL_HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+HUB_FILES = [*SMALL_HUB_FILES, "*.safetensors"]
 """Patterns of the files of a hub model that are fetched."""
 
 UNUSED_HUB_FILES = ["*/*", "consolidated*"]

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import pydantic
 import typer
 import yaml
 
 from serve_app.config import HeadwayConfig
 from serve_app.config_page import default_text, effect_of, form_of, sections
+from serve_app.preflight.fields import ConfigError, read_fields, unknown_field
 from serve_app.settings.by_band import as_text
 from serve_app.settings.replaced import REPLACED
 
 _RECEIVER = "fields"
 """Parameter of a command that receives the fields that were given."""
-
-
-class ConfigError(Exception):
-    """Mistake in an option, an argument or a config file; the message names it."""
 
 
 def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -98,10 +93,7 @@ def read_config(arguments: Iterable[str], fields: dict[str, Any]) -> HeadwayConf
     names = fields.get("served_model_name")
     if isinstance(names, list):
         fields = {**fields, "served_model_name": ",".join(names)}
-    try:
-        return HeadwayConfig.model_validate(pairs | fields)
-    except pydantic.ValidationError as error:
-        raise ConfigError("; ".join(_problems(error))) from None
+    return read_fields(pairs | fields)
 
 
 def _pair(argument: str) -> tuple[str, str]:
@@ -111,21 +103,6 @@ def _pair(argument: str) -> tuple[str, str]:
     if not value:
         raise ConfigError(f"'{argument}' is not of the form key=value")
     return name.replace("-", "_"), value
-
-
-def _problems(error: pydantic.ValidationError) -> Iterator[str]:
-    for problem in error.errors():
-        name = ".".join(map(str, problem["loc"]))
-        if problem["type"] == "extra_forbidden":
-            yield unknown_field(name, HeadwayConfig.model_fields)
-        else:
-            yield f"{name}: {problem['msg']}".removeprefix(": ").replace("Value error, ", "")
-
-
-def unknown_field(name: str, known: Iterable[str]) -> str:
-    """Return the message for a field that does not exist, with the most similar one that does."""
-    similar = difflib.get_close_matches(name, list(known), n=1)
-    return f"there is no field {name}" + (f"; did you mean {similar[0]}?" if similar else "")
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 _COMMANDS = {
     "serve": "serve_app.cli.serve:serve",
+    "check": "serve_app.cli.check:check",
     "chat": "serve_app.cli.clients.chat:chat",
     "complete": "serve_app.cli.clients.complete:complete",
     "batch": "serve_app.cli.clients.batch:app",

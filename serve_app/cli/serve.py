@@ -18,7 +18,7 @@ import typer
 
 from replicas.child_processes import machine_slowness, start_timeout_s
 from replicas.errors import ModelLoadError
-from serve_app.cli.config_options import ConfigError, read_config, read_config_file, with_config_options
+from serve_app.cli.config_options import read_config, read_config_file, with_config_options
 from serve_app.cli.server.access_lines import LogFormat
 from serve_app.cli.server.data_folder import own_data_dir
 from serve_app.cli.server.own_session import run_in_own_session
@@ -29,6 +29,8 @@ from serve_app.cli.server.served_model import prepare_model
 from serve_app.cli.server.server import ListenOptions, Server
 from serve_app.config import HeadwayConfig
 from serve_app.one_root import ForeignPackage, check_one_root
+from serve_app.preflight.fields import ConfigError
+from serve_app.preflight.machine import check_keys
 
 _LOOPBACK_HOSTS = "localhost,127.0.0.1,[::1]"
 _KEY_OPTION = "--api-key"
@@ -110,6 +112,11 @@ def _checked(arguments: list[str], fields: dict[str, Any], options: ListenOption
     key_file = config.ingress_settings().api_key_file
     if options.api_key is not None and key_file is not None:
         _fail(f"{_KEY_OPTION} (or {_KEY_VARIABLE}) and api_key_file ({key_file}) are both given; give one of them")
+    if key_file is not None:
+        try:
+            check_keys(Path(key_file))
+        except ValueError as error:
+            _fail(f"api_key_file: {' '.join(str(error).split())}")
     if is_loopback(options.address.host):
         given = "allowed_hosts" in config.model_fields_set
         return config if given else config.model_copy(update={"allowed_hosts": _LOOPBACK_HOSTS})

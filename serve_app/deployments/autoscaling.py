@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -134,28 +135,43 @@ def _autoscaling_config(config: HeadwayConfig, **fields: Any) -> AutoscalingConf
         )
 
 
-def num_cluster_gpus() -> float:
-    """Return the number of GPUs in the cluster now.
+def with_gpus(config: HeadwayConfig) -> HeadwayConfig:
+    """Return the configuration with the fields that depend on the number of GPUs in the cluster now."""
+    is_complete = config.num_gpus_per_replica == 0 or None not in (config.num_gpus_per_replica, config.max_replicas)
+    num_gpus = 0.0 if is_complete or config.replica_options().model.device == "cpu" else _num_cluster_gpus()
+    gpus_per_replica = config.num_gpus_per_replica if config.num_gpus_per_replica is not None else float(num_gpus >= 1)
+    changes: dict[str, object] = {"num_gpus_per_replica": gpus_per_replica}
+    if config.max_replicas is None and gpus_per_replica > 0:
+        changes["max_replicas"] = max(config.num_replicas, int(num_gpus / gpus_per_replica))
+    return config.model_copy(update=changes)
 
-    `serve deploy` builds inside the cluster. `serve run` builds before it connects. In that case the function connects
-    to the cluster that `serve run` will use, and disconnects again. If there is no cluster yet, `serve run` will start
-    one on this machine, whose GPUs are counted instead.
+
+def _num_cluster_gpus() -> float:
+    """Return the number of GPUs in the cluster now; without one, of this machine."""
+    with joined_cluster() as has_cluster:
+        return ray.cluster_resources().get("GPU", 0.0) if has_cluster else _num_gpus_of_this_machine()
+
+
+@contextlib.contextmanager
+def joined_cluster() -> Iterator[bool]:
+    """Connect to the cluster on which the application will run, within the context; yield whether there is one.
+
+    `serve deploy` builds inside the cluster. `serve run` builds before it connects: in that case this is the cluster
+    that it will use. If there is none yet, it will start one on this machine.
     """
     if ray.is_initialized():
-        return _gpus(ray.cluster_resources())
+        yield True
+        return
     command = click.get_current_context(silent=True)
     address = command.params.get("address") if command is not None else None
     if address is None and not (os.environ.get("RAY_ADDRESS") or _CURRENT_CLUSTER_FILE.exists()):
-        return _num_gpus_of_this_machine()
+        yield False
+        return
     ray.init(address=address or "auto", log_to_driver=False)
     try:
-        return _gpus(ray.cluster_resources())
+        yield True
     finally:
         ray.shutdown()
-
-
-def _gpus(resources: dict[str, float]) -> float:
-    return resources.get("GPU", 0.0)
 
 
 def _num_gpus_of_this_machine() -> float:

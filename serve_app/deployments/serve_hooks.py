@@ -1,9 +1,14 @@
-"""Hooks into Serve 2.60, for what it has no setting: versions of single deployments, and gRPC servers on loopback."""
+"""Hooks into Serve 2.60, for what it has no setting: versions of single deployments, and gRPC servers on loopback.
+
+The last functions read what Serve and Ray know and tell through no public function.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +16,23 @@ import ray
 from pydantic_core import to_json
 from ray import serve
 from ray.serve._private import replica as serve_replica
+from ray.serve.context import _get_global_client
 
 from serve_app.settings.processes import IngressProcess, JobsProcess, ModelProcess
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("serve_app", "router", "replicas")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """Deployment that runs now."""
+
+    version: str | None
+    resources: Mapping[str, float]
+    """What Ray reserves for each replica."""
+    processes: tuple[tuple[str, int], ...]
+    """Running replicas: node's id and process id of each."""
 
 
 def own_version(settings: ModelProcess | IngressProcess | JobsProcess) -> str:
@@ -70,3 +87,45 @@ def on_address(address: str, add_port: Any) -> Any:
         return port
 
     return add_port_on_address
+
+
+def applications() -> dict[str, dict[str, Any]]:
+    """Return Serve's records of the applications on the cluster, by name; none if Serve does not run."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return {}
+    records: dict[str, dict[str, Any]] = client.get_serve_details()["applications"]
+    return {name: record for name, record in records.items() if record["status"] != "DELETING"}
+
+
+def deployed(deployment: str) -> dict[str, Deployed]:
+    """Return what runs of the deployments with this name, by application.
+
+    Serve's records of applications lack it from the moment at which it begins to build one.
+    """
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return {}
+    controller = client._controller
+    found = {}
+    for deployment_id, (info, _) in ray.get(controller.list_deployments_internal.remote()).items():
+        if deployment_id.name == deployment:
+            name = deployment_id.app_name
+            replicas = ray.get(controller._get_running_replica_details_for_deployment.remote(name, deployment))
+            options = info.replica_config.ray_actor_options
+            reserved = {"CPU": options.get("num_cpus") or 0.0, "GPU": options.get("num_gpus") or 0.0}
+            processes = tuple((replica.node_id, replica.pid) for replica in replicas if replica.pid is not None)
+            found[name] = Deployed(info.version, reserved, processes)
+    return found
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """Return the resources of each node that nothing has reserved now, by the node's id."""
+    free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
+    return free
+
+
+def has_node_autoscaler() -> bool:
+    """Return True if Ray's autoscaler can add nodes to the cluster."""
+    cluster = ray._private.state.state.get_cluster_config()
+    return cluster is not None and any(group.max_count > 0 for group in cluster.node_group_configs)

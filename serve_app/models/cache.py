@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,14 +33,16 @@ class CachedModel:
     """Removes it from the disk."""
 
 
-def download(hub_id: str) -> str:
-    """Download a model with progress bars and return its directory; what is there already is not fetched again.
+def download(hub_id: str, files: Sequence[str] = HUB_FILES) -> str:
+    """Download the files of a model whose names have one of the patterns `files`, with progress bars.
+
+    Return the directory. What is there already is not fetched again.
 
     Raises:
         ModelLoadError: there is no such model, or it cannot be downloaded.
     """
     try:
-        return snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=UNUSED_HUB_FILES)
+        return snapshot_download(hub_id, allow_patterns=list(files), ignore_patterns=UNUSED_HUB_FILES)
     except HFValidationError as error:
         raise ModelLoadError(f"{hub_id!r} is neither a directory nor a hub id: {error}") from error
     except LocalEntryNotFoundError as error:

@@ -50,6 +50,16 @@ def truncate(model: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
+def lose_shard(model: Path) -> None:
+    """Split the weights into two files, of which the second one is lost."""
+    tensors = load_file(model / _WEIGHTS)
+    (model / _WEIGHTS).unlink()
+    names, shards = sorted(tensors), ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    save_file({name: tensors[name] for name in names[::2]}, model / shards[0], {"format": "pt"})
+    weight_map = {name: shards[position % 2] for position, name in enumerate(names)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 def enlarge(model: Path) -> None:
     """Make the weights larger than any machine's memory, in a file that takes no room on the disk."""
     header = json.dumps({"w": {"dtype": "BF16", "shape": [_HUGE_BYTES // 2], "data_offsets": [0, _HUGE_BYTES]}})
@@ -114,6 +124,7 @@ DAMAGES = {
     "unknown architecture": Damage(edited(model_type="nonesuch"), "`nonesuch`"),
     "unsupported quantization": Damage(edited(quantization_config={"quant_method": "hqq"}), "is quantized (hqq)"),
     "missing weights": Damage(lambda model: (model / _WEIGHTS).unlink(), "there is no model.safetensors"),
+    "missing shard": Damage(lose_shard, "there is no model-00002-of-00002.safetensors"),
     "truncated weights": Damage(truncate, "is truncated or damaged"),
     "file that lies about its sizes": Damage(lie, "cannot have"),
     "wrong shapes": Damage(edited(intermediate_size=96), "the config asks for"),

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "make serve": "tests/ray/own/test_launcher.py",
     "headway serve": "tests/ray/own/test_launcher.py and tests/unit/cli",
     "make": "CI",
+    "headway check": "it names a file of the checkout; tests/unit/cli/test_check_command.py",
     "headway models pull": "it downloads; tests/unit/cli/test_models_command.py",
     "headway models rm": "it asks; tests/unit/cli/test_models_command.py",
     "headway doctor": "tests/unit/cli/test_doctor.py",

@@ -90,6 +90,22 @@ def probe_attention(model: PreTrainedModel, port: AttentionPort) -> tuple[Attent
     return tuple(sorted(recorder.layers, key=lambda layer: layer.index))
 
 
+def probe_shapes(model: PreTrainedModel) -> tuple[AttentionLayer, ...] | None:
+    """Return the attention layers of a model without values, on torch's device `meta`; None: its code needs values.
+
+    Raises:
+        UnsupportedModel: as `probe_attention`, so far as shapes tell.
+    """
+    try:
+        recorder, _ = dry_forward(model, AttentionPort(model), [3, 4, 5, 6])
+    except UnsupportedModel as error:
+        if "meta" in str(error).lower():  # torch names the device when an operation asks for a value.
+            return None
+        raise
+    _check_calls(model.config, recorder)
+    return tuple(recorder.layers)
+
+
 def dry_forward(model: PreTrainedModel, port: AttentionPort, token_ids: list[int]) -> tuple[_Recorder, Tensor]:
     """Run a forward pass whose attention gives zeros; return its recorder and logits [num_tokens, vocab_size] float32.
 

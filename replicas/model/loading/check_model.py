@@ -1,8 +1,7 @@
 """Check of a checkpoint by transformers: `python -m replicas.model.loading.check_model DIRECTORY`.
 
-The program fails, and its last line says why, if the model cannot be served. Otherwise it prints its own memory without
-mapped files, in bytes, after it has loaded a replica's libraries and the tokenizer; nothing where the system does not
-tell. It reads no values of weights.
+The program fails, and its last line says why, if the model cannot be served. Otherwise it prints `ModelFacts` in one
+line. It reads no values of weights.
 """
 
 from __future__ import annotations
@@ -13,26 +12,34 @@ from pathlib import Path
 import psutil
 
 from replicas.errors import ModelLoadError
+from replicas.model.attention.probe import probe_shapes
 from replicas.model.loading.config import read_config
+from replicas.model.loading.facts import ModelFacts
 from replicas.model.loading.weights import check_shapes
 
 
-def check_model(directory: Path) -> None:
+def check_model(directory: Path) -> ModelFacts:
     """Check that transformers knows the model, and that the checkpoint has all its weights in their shapes.
 
     Raises:
         ModelLoadError: it does not, or has not.
     """
-    check_shapes(directory, read_config(str(directory.resolve())))
+    config = read_config(str(directory.resolve()))
+    layers = probe_shapes(check_shapes(directory, config))
+    from replicas.model.loading.loader import longest_of, tokenizer_of  # Only here: a refusal needs no more libraries.
+
+    tokenizer = tokenizer_of(str(directory))  # Kept, since the process's memory counts.
+    memory = psutil.Process().memory_info()
+    del tokenizer
+    process_bytes = memory.rss - memory.shared if hasattr(memory, "shared") else None
+    if layers is None:
+        return ModelFacts(process_bytes, longest_of(config))
+    kv_numbers = sum(layer.num_kv_heads * (layer.key_size + layer.value_size) for layer in layers)
+    return ModelFacts(process_bytes, longest_of(config), kv_numbers, sum(layer.num_kv_heads for layer in layers))
 
 
 if __name__ == "__main__":
     try:
-        check_model(Path(sys.argv[1]))
-        from replicas.model.loading.loader import tokenizer_of  # Only here: a refusal needs no more libraries.
-
-        tokenizer = tokenizer_of(sys.argv[1])
-        memory = psutil.Process().memory_info()
-        print(memory.rss - memory.shared if hasattr(memory, "shared") else "")
+        print(check_model(Path(sys.argv[1])).write())
     except ModelLoadError as error:
         sys.exit(str(error))

@@ -28,6 +28,7 @@ from replicas.model.layers.fused_decoder import can_fuse
 from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model
 from replicas.model.loading.config import read_config
+from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import load_weights
 from replicas.text.tokenizer_files import load_tokenizer
@@ -124,7 +125,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
     config = read_config(options.path)
-    max_model_len = choose_max_model_len(config, options.max_model_len)
+    max_model_len = choose_max_model_len(longest_of(config), options.max_model_len)
     tokenizer = tokenizer_of(options.path)
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     keep_bits = has_kernels and options.quantization != "int8"
@@ -296,8 +297,8 @@ def _eos_notes(
     yield f"eos_token_id ({listed}) lacks the tokenizer's end token {token}, which ends a sequence all the same"
 
 
-def choose_max_model_len(config: PretrainedConfig, asked: int | None) -> int:
-    """Return the requested maximum length, or else the longest that the position encoding serves unchanged."""
+def longest_of(config: PretrainedConfig) -> int | None:
+    """Return the most tokens of a sequence that the position encoding serves unchanged; None: the config names none."""
     text_config = config.get_text_config(decoder=True)
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None) or {}
@@ -305,15 +306,7 @@ def choose_max_model_len(config: PretrainedConfig, asked: int | None) -> int:
         # Beyond the original length these encodings change the rotation of every position in the forward pass: one
         # long sequence would change the other sequences of its batch.
         longest = min(longest, rope.get("original_max_position_embeddings") or longest)
-    if longest is None and asked is None:
-        raise ModelLoadError("the model's config names no max_position_embeddings; set max_model_len")
-    if asked is not None and longest is not None and asked > longest:
-        raise ModelLoadError(f"max_model_len is {asked}; the model serves at most {longest} tokens")
-    if asked is not None and asked < 2:
-        raise ModelLoadError(f"max_model_len is {asked}; a sequence needs at least 2 tokens")
-    chosen = asked if asked is not None else longest
-    assert chosen is not None
-    return chosen
+    return longest
 
 
 def _configured_eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

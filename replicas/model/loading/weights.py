@@ -96,8 +96,8 @@ def _plain(config: PretrainedConfig) -> PretrainedConfig:
     return copied
 
 
-def check_shapes(directory: Path, config: PretrainedConfig) -> None:
-    """Check that a checkpoint has all weights of the model of `config`, in their shapes, without reading any.
+def check_shapes(directory: Path, config: PretrainedConfig) -> PreTrainedModel:
+    """Check that a checkpoint has all weights of the model of `config`, in their shapes; return it without values.
 
     Raises:
         ModelLoadError: it has not.
@@ -107,7 +107,7 @@ def check_shapes(directory: Path, config: PretrainedConfig) -> None:
     shapes = {name: tensor.shape for name, tensor in weights.plain.items()}
     shapes |= {name: weight.layout.shape for name, weight in weights.quantized.items()}
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    _build(str(directory), config, torch.bfloat16, state, device="meta")
+    return _build(str(directory), config, torch.bfloat16, state, device="meta")
 
 
 def _directory_of(model: str) -> Path:

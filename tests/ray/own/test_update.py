@@ -1,73 +1,19 @@
 """Updates by `serve deploy` under load: only what reads a changed setting is replaced, and no request fails."""
 
-import json
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from testkit.limits import LIMIT_S, START_LIMIT_S
+from testkit.limits import START_LIMIT_S
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.serving.served import wait_for
 from tests.ray.conftest import MODEL_NAME
-from tests.ray.own.conftest import Cluster, local_config
+from tests.ray.own.conftest import Cluster, Load, local_config
 
 pytestmark = pytest.mark.deep
-
-
-class Load:
-    """Clients that each read one short stream after another, until the load is stopped."""
-
-    def __init__(self, url: str, num_clients: int) -> None:
-        self.num_whole = 0
-        self.failures: list[str] = []
-        self.longest_s = 0.0
-        self.texts: list[str] = []
-        """Texts of the whole streams, in order of their ends."""
-        self._url = url
-        self._is_over = threading.Event()
-        self._clients = [threading.Thread(target=self._read_all) for _ in range(num_clients)]
-
-    def __enter__(self) -> "Load":
-        for client in self._clients:
-            client.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for client in self._clients:
-            client.join(START_LIMIT_S)
-
-    def wait_until_running(self) -> None:
-        wait_for(lambda: self.num_whole > 4, "the load runs", LIMIT_S)
-
-    def _read_all(self) -> None:
-        body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
-        body["temperature"] = 0
-        while not self._is_over.is_set():
-            started_s = time.monotonic()
-            try:
-                with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=START_LIMIT_S) as response:
-                    text = "".join(response.iter_text())
-                if response.status_code != 200 or "data: [DONE]" not in text or '"error"' in text:
-                    self.failures.append(f"{response.status_code} {text[-300:]}")
-                else:
-                    self.texts.append(text_of(text))
-            except httpx.TransportError as error:
-                self.failures.append(repr(error))
-            self.num_whole += 1
-            self.longest_s = max(self.longest_s, time.monotonic() - started_s)
-            time.sleep(0.1)
-
-
-def text_of(events: str) -> str:
-    """Return the text of a stream."""
-    chunks = [json.loads(part.removeprefix("data: ")) for part in events.split("\n\n") if part.startswith("data: {")]
-    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
 def replicas_of(cluster: Cluster) -> dict[str, set[str]]:

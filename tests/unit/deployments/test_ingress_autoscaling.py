@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from router.scaling.ingress_load import INGRESS_LOAD, IngressLoadMeter
 from router.scaling.ingress_reports import DESIRED_REPLICAS
-from serve_app.app import build
+from serve_app.app import build_with
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.autoscaling import application_autoscaling_policy, ingress_autoscaling_policy
 
@@ -17,7 +17,7 @@ RANGE: dict[str, Any] = {"num_ingress_replicas": 2, "max_ingress_replicas": 4}
 
 def ingress_options(**fields: Any) -> Any:
     config = HeadwayConfig.model_validate({"num_gpus_per_replica": 0.0, "max_replicas": 1, **fields})
-    return build(config)._bound_deployment._deployment_config
+    return build_with(config)._bound_deployment._deployment_config
 
 
 def context(loads: list[float], number: int = 2, name: str = "Ingress", age_s: float = 0.0, asked: float = 0.0) -> Any:

@@ -11,7 +11,7 @@ from ray.serve._private.build_app import build_app
 from replicas.engine.config import KVPressurePolicy
 from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
-from serve_app.app import build
+from serve_app.app import build_with
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.serve_hooks import own_version
 from serve_app.settings.by_band import BandQueues, BandTargets, BandWaits, QueueLimit
@@ -21,7 +21,7 @@ def versions(**fields: Any) -> dict[str, str]:
     """Return the versions that Serve compares, after it has assigned its own."""
     config = HeadwayConfig.model_validate({"device": "cpu", **fields})
     found = {}
-    for deployment in build_app(build(config), name="headway").deployments:
+    for deployment in build_app(build_with(config), name="headway").deployments:
         deployment._deployment_config.version = "of Serve"
         found[deployment.name] = str(deployment._deployment_config.version)
     return found
@@ -41,6 +41,7 @@ def versions(**fields: Any) -> dict[str, str]:
         ("num_ingress_replicas", 3, set()),
         ("graceful_shutdown_timeout_s", 5, set()),
         ("cpus_per_replica", 1, set()),
+        ("update", "surge", set()),
     ],
 )
 def test_a_setting_replaces_the_deployments_that_read_it(field: str, value: Any, replaced: set[str]) -> None:
@@ -66,7 +67,7 @@ def test_the_version_is_the_same_in_every_process() -> None:
 OPTIONS_OF_DEPLOYMENTS = {
     "num_replicas", "min_replicas", "max_replicas", "num_ingress_replicas", "min_ingress_replicas",
     "max_ingress_replicas", "num_jobs_workers", "cpus_per_ingress", "cpus_per_jobs", "graceful_shutdown_timeout_s",
-    "health_check_timeout_s",
+    "health_check_timeout_s", "update",
 }  # fmt: skip
 """Settings that Serve reads, and no process."""
 SHARES = ("max_tenant_queue_share", "trace_sampling_ratio", "gpu_memory_utilization")
