@@ -22,10 +22,19 @@ class Stalled(Exception):
     """A step of a start made no progress for too long. The message names the step, the limit and its setting."""
 
     def __init__(self, step: str, limit_s: float) -> None:
+        set_s = start_timeout_s()
+        reason = f", {limit_s / set_s:.1f} times {set_s:.0f} s since this machine is slow" if limit_s > set_s else ""
         super().__init__(
-            f"{step} made no progress for {limit_s:.0f} s, the limit of a start; "
-            f"set {START_TIMEOUT_VARIABLE} (seconds) to wait longer"
+            f"{step} made no progress for {limit_s:.0f} s (the limit{reason}); if it only needs longer, set "
+            f"{START_TIMEOUT_VARIABLE} to more seconds"
         )
+
+
+class Endless(Stalled):
+    """A child process reached its limit of processor time."""
+
+    def __init__(self, step: str, limit_s: float) -> None:
+        Exception.__init__(self, f"{step} has computed for {limit_s:.0f} s, its limit, without an end")
 
 
 class Progress:
@@ -75,7 +84,7 @@ def run_child(
     processor time, which does not depend on the machine's other load.
 
     Raises:
-        Stalled: it made no progress, or reached `cpu_limit_s`. It and its children have been killed.
+        Stalled: it made no progress, or (`Endless`) reached `cpu_limit_s`. It and its children have been killed.
     """
     progress = Progress(start_timeout_s())
     with subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True) as child:
@@ -88,7 +97,7 @@ def run_child(
                 cpu_s, num_bytes = work_of(process)
                 progress.note(step, (cpu_s, num_bytes))
                 if cpu_limit_s is not None and cpu_s > cpu_limit_s:
-                    raise Stalled(f"{step} computes without an end: it", cpu_limit_s)
+                    raise Endless(step, cpu_limit_s)
         except BaseException:
             for descendant in (*process.children(recursive=True), process):
                 with suppress(psutil.NoSuchProcess):

@@ -18,6 +18,7 @@ import typer
 
 from replicas.child_processes import machine_slowness, start_timeout_s
 from replicas.errors import ModelLoadError
+from replicas.model.hardware.limits import cpu_limit
 from serve_app.cli.config_options import read_config, read_config_file, with_config_options
 from serve_app.cli.server.access_lines import LogFormat
 from serve_app.cli.server.data_folder import own_data_dir
@@ -151,6 +152,9 @@ def _check_environment() -> None:
         _fail(str(error))
     except RuntimeError:
         _fail("this user has no home directory: set HOME to a folder that can be written")
+    limit = cpu_limit()
+    if limit.num_cpus < 1:
+        _warn(f"{limit.num_cpus:g} of a processor ({limit.source}): a start takes minutes, and answers are slow")
 
 
 def _with_model(config: HeadwayConfig) -> HeadwayConfig:

@@ -41,7 +41,7 @@ def write(folder: Path, **files: object) -> None:
 
 
 def test_a_machine_without_limits_counts_whole(machine: Path) -> None:
-    assert memory_limit(machine) == limits.MemoryLimit(2**40, 2**40, "this machine")
+    assert memory_limit(machine) == limits.MemoryLimit(2**40, 2**40, "no limit of a container")
     assert cpu_limit(machine).num_cpus == 64
     group = mount(machine, "/user.slice")
     write(group / "user.slice", memory__max="max", memory__current=5, cpu__max="max 100000")

@@ -44,7 +44,7 @@ def available_memory_bytes() -> int:
 def memory_limit(process: Path = _PROCESS) -> MemoryLimit:
     """Return the limit of memory with the least free memory below it."""
     machine = psutil.virtual_memory()
-    limits = [MemoryLimit(machine.total, machine.available, "this machine")]
+    limits = [MemoryLimit(machine.total, machine.available, "no limit of a container")]
     for folder in _control_groups("memory", process):
         limits += filter(None, (_memory_of(folder, *names) for names in _MEMORY_FILES))
     for name, kind in (("ulimit -v", resource.RLIMIT_AS), ("ulimit -d", resource.RLIMIT_DATA)):
@@ -57,7 +57,7 @@ def memory_limit(process: Path = _PROCESS) -> MemoryLimit:
 def cpu_limit(process: Path = _PROCESS) -> CpuLimit:
     """Return the smallest limit of processors."""
     num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limits = [CpuLimit(num_usable, "this machine, or the set of processors that the process may use")]
+    limits = [CpuLimit(num_usable, "no limit of a container")]
     for folder in _control_groups("cpu", process):
         quota = _words(folder / "cpu.max") or [
             *_words(folder / "cpu.cfs_quota_us"),

@@ -93,7 +93,7 @@ def wait_until_ready(url: str, limit_s: float, pause: Callable[[], None]) -> Non
                     if status in _READY:
                         return
                     answer = str(status)
-                progress.note(f"{url} (last answer: {answer})", answer)
+                progress.note(f"the HTTP proxy at {url} (its last answer: {answer})", answer)
             else:
                 loading = [name for name, part in application.deployments.items() if part.status != "HEALTHY"]
                 states = tuple(str(part.replica_states) for part in application.deployments.values())

@@ -36,8 +36,8 @@ def _default_directory() -> str | None:
     try:
         return str(default_model())
     except DefaultModelUnavailable as error:
-        reason = f"{DEFAULT_MODEL_NAME} cannot be had ({error})"
-        print(f"{reason}. Serving the bundled demo model instead.", file=sys.stderr, flush=True)
+        reason = f"{DEFAULT_MODEL_NAME} cannot be fetched ({error})"
+        print(f"{reason}; the bundled demo model, which is a toy, takes its place.", file=sys.stderr, flush=True)
         return None
 
 

@@ -94,7 +94,7 @@ def test_a_slow_machine_comes_up(
 
 
 @pytest.mark.parametrize(
-    ("title", "step"), [("ray::ProxyActor", "(last answer: none)"), ("ray::ServeReplica:headway:Model", "Model")]
+    ("title", "step"), [("ray::ProxyActor", "(its last answer: none)"), ("ray::ServeReplica:headway:Model", "Model")]
 )
 def test_a_part_that_never_answers_ends_the_start_with_one_line(title: str, step: str, tmp_path: Path) -> None:
     with starting(tmp_path, stall_s=STALL_S) as start:
