@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import IO
+from typing import IO, Self
 
 import psutil
 
@@ -19,22 +19,17 @@ _MOST_SLOWNESS = 4.0
 
 
 class Stalled(Exception):
-    """A step of a start made no progress for too long. The message names the step, the limit and its setting."""
+    """A step of a start made no progress for too long, or computes without an end; the message names its limit."""
 
-    def __init__(self, step: str, limit_s: float) -> None:
+    @classmethod
+    def without_progress(cls, step: str, limit_s: float) -> Self:
+        """Return the error of a step that made no progress for `limit_s` seconds; it names the limit's setting."""
         set_s = start_timeout_s()
         reason = f", {limit_s / set_s:.1f} times {set_s:.0f} s since this machine is slow" if limit_s > set_s else ""
-        super().__init__(
+        return cls(
             f"{step} made no progress for {limit_s:.0f} s (the limit{reason}); if it only needs longer, set "
             f"{START_TIMEOUT_VARIABLE} to more seconds"
         )
-
-
-class Endless(Stalled):
-    """A child process reached its limit of processor time."""
-
-    def __init__(self, step: str, limit_s: float) -> None:
-        Exception.__init__(self, f"{step} has computed for {limit_s:.0f} s, its limit, without an end")
 
 
 class Progress:
@@ -55,7 +50,7 @@ class Progress:
         if measure != self._measure:
             self._measure, self._changed_s = measure, now_s
         elif now_s - self._changed_s > self._limit_s:
-            raise Stalled(step, self._limit_s)
+            raise Stalled.without_progress(step, self._limit_s)
 
 
 def start_timeout_s() -> float:
@@ -84,7 +79,7 @@ def run_child(
     processor time, which does not depend on the machine's other load.
 
     Raises:
-        Stalled: it made no progress, or (`Endless`) reached `cpu_limit_s`. It and its children have been killed.
+        Stalled: it made no progress, or reached `cpu_limit_s`. It and its children have been killed.
     """
     progress = Progress(start_timeout_s())
     with subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True) as child:
@@ -97,7 +92,7 @@ def run_child(
                 cpu_s, num_bytes = work_of(process)
                 progress.note(step, (cpu_s, num_bytes))
                 if cpu_limit_s is not None and cpu_s > cpu_limit_s:
-                    raise Endless(step, cpu_limit_s)
+                    raise Stalled(f"{step} has computed for {cpu_limit_s:.0f} s, its limit, without an end")
         except BaseException:
             for descendant in (*process.children(recursive=True), process):
                 with suppress(psutil.NoSuchProcess):

@@ -189,7 +189,7 @@ def _waiting_for_node(limit_s: float) -> Iterator[None]:
 
     def give_up(state: tenacity.RetryCallState) -> None:
         if has_stalled(state):
-            raise Stalled("Ray", limit_s)
+            raise Stalled.without_progress("Ray", limit_s)
         raise RuntimeError("a daemon of Ray has ended")
 
     def has_lost_a_daemon(_: tenacity.RetryCallState) -> bool:
