@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from replicas.errors import ModelLoadError
+from replicas.model.hardware.limits import unshared_bytes
 from replicas.model.loading.checks import check_config
 from replicas.text.tokenizer_files import SMALL_HUB_FILES, load_tokenizer
 from serve_app.config import HeadwayConfig
@@ -104,8 +105,7 @@ def _check_text(model: str, config: HeadwayConfig) -> None:
 def _own_bytes(pid: int) -> int:
     """Return the memory of a process without mapped files, bytes; 0: it has ended, or the system does not tell."""
     with contextlib.suppress(psutil.Error):
-        memory = psutil.Process(pid).memory_info()
-        return int(memory.rss - memory.shared) if hasattr(memory, "shared") else 0
+        return unshared_bytes(psutil.Process(pid)) or 0
     return 0
 
 

@@ -41,6 +41,12 @@ def available_memory_bytes() -> int:
     return memory_limit().free
 
 
+def unshared_bytes(process: psutil.Process) -> int | None:
+    """Return the memory of a process without mapped files, bytes; None: the system does not tell."""
+    memory = process.memory_info()
+    return int(memory.rss - memory.shared) if hasattr(memory, "shared") else None
+
+
 def memory_limit(process: Path = _PROCESS) -> MemoryLimit:
     """Return the limit of memory with the least free memory below it."""
     machine = psutil.virtual_memory()

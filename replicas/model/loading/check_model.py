@@ -13,6 +13,7 @@ import psutil
 
 from replicas.errors import ModelLoadError
 from replicas.model.attention.probe import probe_shapes
+from replicas.model.hardware.limits import unshared_bytes
 from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import ModelFacts
 from replicas.model.loading.weights import check_shapes
@@ -29,9 +30,8 @@ def check_model(directory: Path) -> ModelFacts:
     from replicas.model.loading.loader import longest_of, tokenizer_of  # Only here: a refusal needs no more libraries.
 
     tokenizer = tokenizer_of(str(directory))  # Kept, since the process's memory counts.
-    memory = psutil.Process().memory_info()
+    process_bytes = unshared_bytes(psutil.Process())
     del tokenizer
-    process_bytes = memory.rss - memory.shared if hasattr(memory, "shared") else None
     if layers is None:
         return ModelFacts(process_bytes, longest_of(config))
     kv_numbers = sum(layer.num_kv_heads * (layer.key_size + layer.value_size) for layer in layers)
