@@ -134,8 +134,8 @@ class HeadwayConfig(_SettingsOfParts):
     cpus_per_replica: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a model replica."""
     update: Literal["replace", "surge"] = "replace"
-    """Order in which `serve deploy` replaces model replicas. replace: one after another stops, and a new one starts in
-    its place; with a single one requests wait meanwhile. surge: the old ones serve until new ones are ready, which
+    """Order in which `serve deploy` replaces model replicas. replace: a replica stops, then a new one starts in its
+    place, one after another; requests to a single replica wait. surge: a replica stops when its new one is ready, which
     needs room for at least one more."""
     graceful_shutdown_timeout_s: float = Field(default=20.0, gt=0)
     """Time that running requests have to finish when a replica is stopped, seconds."""

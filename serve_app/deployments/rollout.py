@@ -50,7 +50,7 @@ def rollout_findings(config: HeadwayConfig, args: Mapping[str, Any], has_cluster
     is_replaced = running is not None and (
         running.version != own_version(config.model_process()) or running.resources != replica_resources(config)
     )
-    # What runs on, or ends before the new replicas start, leaves its memory to them.
+    # The memory of the running replicas counts as free, unless the new ones start beside them.
     is_beside = is_replaced and config.update == "surge"
     findings = findings_of_nodes(config, () if running is None or is_beside else running.processes)
     if is_replaced and running is not None and not has_node_autoscaler():
@@ -81,7 +81,7 @@ def room_fault(
             return None
         return f"no node has {needed}, which a model replica reserves (cpus_per_replica, num_gpus_per_replica)"
     num_replicas = len(running.processes)
-    # When the last new replica starts, all old ones but one have stopped.
+    # At the start of the last new replica, one old replica still runs.
     if any(holds(node, asked) for node in free) and all(
         sum(node.get(name, 0.0) for node in free) + (num_replicas - 1) * running.resources[name]
         >= num_replicas * number

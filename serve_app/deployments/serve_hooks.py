@@ -30,7 +30,7 @@ class Deployed:
 
     version: str | None
     resources: Mapping[str, float]
-    """What Ray reserves for each replica."""
+    """Amounts of CPUs and GPUs that Ray reserves for each replica."""
     processes: tuple[tuple[str, int], ...]
     """Running replicas: node's id and process id of each."""
 
