@@ -12,7 +12,7 @@ from replicas.engine.sequence import Phase, Sequence
 from replicas.protocol import BANDS
 
 _WINDOW_STEPS = 8
-_DECREASE = 0.75
+_DECREASE, _FIRST_DECREASE = 0.75, 0.25
 _INCREASES_TO_FULL = 32
 _FLOOR = 1.5
 _REFERENCE_PERIOD_STEPS = 32
@@ -42,9 +42,11 @@ class TpotController:
     1. A window is 8 steps in which the band decodes beside less urgent decodes, held or not. Its TPOT is the mean gap
        between two tokens of the band's streams. The time by which it exceeds the target is carried over to the next
        window, up to 16 times the target: long steps, such as those with a prompt, are made up for by shorter ones.
-    2. With an excess, the limit becomes three quarters of the less urgent decodes of a step, at least one.
+    2. With an excess, the limit becomes three quarters of the less urgent decodes of a step, at least one. From
+       `max_num_seqs` it becomes their number at which a line from the reference steps to the window meets the target,
+       if that is less, but at least a quarter: the first stream need not wait for several windows.
     3. Otherwise, if some decode was held, a 32nd of `max_num_seqs` is added.
-    4. The target is never below 1.5 times the duration of a reference step, which has decodes of the band and neither
+    4. The target is never below 1.5 times the gap after a reference step, which has decodes of the band and neither
        prompts nor less urgent decodes: to hold decodes cannot make the streams faster than that. Steps without less
        urgent work are such. If there is none, and the last window was above the target, one step in 32 is made one.
 
@@ -55,7 +57,7 @@ class TpotController:
     """
 
     def __init__(self, target_s: float, max_num_seqs: int) -> None:
-        """`target_s` is in seconds; 0: 1.5 times the duration of a reference step alone."""
+        """`target_s` is in seconds; 0: 1.5 times the gap after a reference step alone."""
         self._target_s = target_s
         self._max_limit = max_num_seqs
         self._limit = float(max_num_seqs)
@@ -73,10 +75,13 @@ class TpotController:
     @property
     def target_s(self) -> float:
         """Present target, seconds; infinite if there is no number and no step has shown one yet."""
-        if not self._references_s:
-            return self._target_s or math.inf
+        return max(self._target_s, _FLOOR * self._reference_s) or math.inf
+
+    @property
+    def _reference_s(self) -> float:
+        """Median gap after a reference step, seconds; 0: there was none yet."""
         references_s = sorted(self._references_s)
-        return max(self._target_s, _FLOOR * references_s[len(references_s) // 2])
+        return references_s[len(references_s) // 2] if references_s else 0.0
 
     def begin_step(self) -> bool:
         """Count a step with less urgent decodes; return True if it must be a reference step."""
@@ -86,9 +91,9 @@ class TpotController:
             self._num_unreferenced_steps = 0
         return is_reference
 
-    def refer(self, duration_s: float) -> None:
-        """Note the duration of a reference step."""
-        self._references_s.append(duration_s)
+    def refer(self, gap_s: float) -> None:
+        """Note the gap that a stream of the band had after a reference step."""
+        self._references_s.append(gap_s)
 
     def observe(self, gaps_s: list[float], num_less_urgent: int, num_held: int) -> None:
         """Adapt the limit to a step beside less urgent decodes, after which the band's streams had these gaps."""
@@ -108,7 +113,11 @@ class TpotController:
         excess_s = self._excess_s + _WINDOW_STEPS * (mean_s - target_s)
         self._excess_s = min(max(0.0, excess_s), _MAX_EXCESS * target_s)
         if self._excess_s > 0.0:
-            self._limit = max(1.0, _DECREASE * min(self._limit, window.most_less_urgent))
+            fraction = _DECREASE
+            if self._limit == self._max_limit:
+                on_line = (target_s - self._reference_s) / (max(mean_s, target_s) - self._reference_s)
+                fraction = min(max(on_line, _FIRST_DECREASE), _DECREASE)
+            self._limit = max(1.0, fraction * min(self._limit, window.most_less_urgent))
         elif window.has_held:
             self._limit = min(self._max_limit, self._limit + self._max_limit / _INCREASES_TO_FULL)
 
@@ -170,13 +179,18 @@ class DecodeLimits:
         if len(batch.decoding_bands) == 1 and not batch.num_held:  # The usual case.
             controller = self._controllers.get(batch.decoding_bands[0])
             if controller is not None and batch.num_tokens == len(batch.items):
-                controller.refer(step.duration_s)
+                controller.refer(_gap_s(step, batch.items[0].sequence))
             return
         decodes = [item.sequence for item in batch.items if item.sequence.phases.phase is Phase.DECODE]
         for band, controller in self._controllers.items():
-            gaps_s = [step.collected_s - (s.last_token_s or 0.0) for s in decodes if s.band is band]
+            gaps_s = [_gap_s(step, sequence) for sequence in decodes if sequence.band is band]
             num_less_urgent = sum(sequence.effective_band > band for sequence in decodes)
             if gaps_s and not num_less_urgent and batch.num_tokens == len(decodes):
-                controller.refer(step.duration_s)
+                controller.refer(gaps_s[0])
             if num_less_urgent or batch.num_held:
                 controller.observe(gaps_s, num_less_urgent, batch.num_held)
+
+
+def _gap_s(step: CollectedStep, sequence: Sequence) -> float:
+    """Return the time between the token of a step and the one before it, seconds."""
+    return step.collected_s - (sequence.last_token_s or 0.0)

@@ -99,6 +99,13 @@ def test_tpot_converges_to_the_target_and_the_batch_keeps_half(
     assert rates[targets_s] >= (0.5 if num_prompt_tokens == 16 else 0.4) * rates[NONE]
 
 
+def test_the_first_stream_beside_a_full_batch_meets_the_target() -> None:
+    server = Server(AUTO, num_interactive=0)
+    server.serve(8.0)
+    server.num_interactive = 1
+    assert server.serve(5.0).tpots_ms[0] <= 1.5 * ALONE_MS
+
+
 def test_streams_alone_and_a_batch_alone_run_as_without_targets() -> None:
     for num_interactive, num_batch in ((0, NUM_SLOTS), (4, 0)):
         steps = []
