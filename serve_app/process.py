@@ -6,13 +6,16 @@ import contextlib
 import ctypes
 import gc
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 _SWITCH_INTERVAL_S = 0.0001
 _OBJECTS_PER_COLLECTION = 10_000
 """New objects between two garbage collections, instead of Python's 700. A collection of so many takes about 0.2 ms."""
 _MMAP_BYTES, _TRIM_BYTES = 2**19, 2**20
 _NUM_ARENAS = 2
+_TRIM_PERIOD_S = 60.0
 # Parameters of mallopt in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
@@ -58,3 +61,20 @@ def return_freed_memory() -> None:
     mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
     mallopt(_M_ARENA_MAX, _NUM_ARENAS)
+
+
+def trim_heaps() -> None:
+    """Have glibc give the free pages inside its heaps back to the system once a minute, from a thread of its own.
+
+    By itself it gives back only what lies behind the last block in use. Blocks of many sizes and ages then leave ever
+    more pages that no block uses. A trim of 350 MiB takes some milliseconds without the GIL.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        threading.Thread(target=_trim, args=(malloc_trim,), name="malloc_trim", daemon=True).start()
+
+
+def _trim(malloc_trim: Callable[[int], int]) -> None:
+    while True:
+        time.sleep(_TRIM_PERIOD_S)
+        malloc_trim(0)

@@ -2,8 +2,8 @@
 
 The demo model is served in processes of their own. The load: short chats, streamed and whole, of which a third is left
 early; tool calls and JSON schemas that nobody has sent before; prompts of new text; large bodies; jobs; batches whose
-files are deleted. Every half a minute a line has the memory of each process, without what it shares with others, in
-MiB. The slope of each is fitted to the lines after `--warm-up` minutes.
+files are deleted. Every half a minute a line has the anonymous memory of each process, in MiB: pages of files, such as
+libraries, come and go with other processes that map them. The slope of each is fitted to the lines after `--warm-up` minutes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from testkit.serving.served import Served
 
 NAME = "soak"
 _LIMIT_S, _PERIOD_S = 300.0, 30.0
-_MIB = 2**20
+_ANONYMOUS = re.compile(r"^Anonymous: *(\d+) kB", re.MULTILINE)
 _NUM_CHATS, _NUM_LINES = 3, 200
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -128,11 +128,12 @@ class Load:
 
 
 def memory_of(served: Served) -> dict[str, float]:
-    """Return the memory of each process that is not shared, MiB, by its name."""
-    sizes: Counter[str] = Counter()
+    """Return the anonymous memory of each process, MiB, by its name."""
+    sizes: dict[str, float] = defaultdict(float)
     for process in (psutil.Process(served.process.pid), *served.descendants()):
-        with contextlib.suppress(psutil.Error):
-            sizes[_name_of(process)] += process.memory_full_info().uss / _MIB
+        with contextlib.suppress(psutil.Error, OSError, IndexError):
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            sizes[_name_of(process)] += int(_ANONYMOUS.findall(rollup)[0]) / 1024
     return {name: round(size, 2) for name, size in sorted(sizes.items())}
 
 
@@ -145,8 +146,8 @@ def _name_of(process: psutil.Process) -> str:
 def slopes(lines: list[dict[str, Any]]) -> dict[str, float]:
     """Return the change of each process's memory, MiB a minute, fitted to the lines."""
     minutes = np.array([line["minutes"] for line in lines])
-    names = set.intersection(*(set(line["uss_mib"]) for line in lines))
-    fits = {name: np.polyfit(minutes, [line["uss_mib"][name] for line in lines], 1) for name in sorted(names)}
+    names = set.intersection(*(set(line["anonymous_mib"]) for line in lines))
+    fits = {name: np.polyfit(minutes, [line["anonymous_mib"][name] for line in lines], 1) for name in sorted(names)}
     return {name: round(float(fit[0]), 4) for name, fit in fits.items()}
 
 
@@ -157,8 +158,8 @@ async def soak(served: Served, minutes: float, body_mb: float) -> tuple[list[dic
 
     async def watch() -> None:
         while True:
-            uss_mib = await asyncio.to_thread(memory_of, served)
-            lines.append({"minutes": round((time.monotonic() - begin_s) / 60, 2), "uss_mib": uss_mib})
+            anonymous_mib = await asyncio.to_thread(memory_of, served)
+            lines.append({"minutes": round((time.monotonic() - begin_s) / 60, 2), "anonymous_mib": anonymous_mib})
             print(json.dumps(lines[-1]), flush=True)
             await asyncio.sleep(_PERIOD_S)
 
@@ -182,8 +183,8 @@ def main() -> None:
     fitted = slopes([line for line in lines if line["minutes"] >= options.warm_up] or lines)
     figures = {
         "mib_a_minute": fitted,
-        "first_mib": lines[0]["uss_mib"],
-        "last_mib": lines[-1]["uss_mib"],
+        "first_mib": lines[0]["anonymous_mib"],
+        "last_mib": lines[-1]["anonymous_mib"],
         "answers": dict(sorted(answers.items())),
     }
     print(json.dumps(figures, indent=2))

@@ -31,7 +31,7 @@ from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.keys.rate_limits import KeyLimiter
 from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.http import HttpMetrics
-from serve_app.process import return_freed_memory, share_gil, without_collection
+from serve_app.process import return_freed_memory, share_gil, trim_heaps, without_collection
 from serve_app.settings.processes import IngressProcess
 from serve_app.tracing.tracer import Tracer
 
@@ -52,6 +52,7 @@ class Ingress:
         log_through_serve()
         listen_on_loopback()
         return_freed_memory()
+        trim_heaps()
         settings = settings.with_model(await asyncio.to_thread(local_checkpoint, settings.model_path))
         self._settings = settings
         self._gate = Gate()

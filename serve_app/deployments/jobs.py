@@ -28,7 +28,7 @@ from serve_app.jobs.client import answer
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, export_forever, jobs_exporter
-from serve_app.process import return_freed_memory, without_collection
+from serve_app.process import return_freed_memory, trim_heaps, without_collection
 from serve_app.settings.processes import JobsProcess
 from serve_app.tracing.tracer import Tracer
 
@@ -56,6 +56,7 @@ class Jobs:
         with without_collection():
             await self._start(settings, model, make_flow)
         return_freed_memory()
+        trim_heaps()
 
     async def _start(self, settings: JobsProcess, model: DeploymentHandle[Any], make_flow: MakeFlow) -> None:
         from serve_app.jobs.execution.planning import LineCapacity

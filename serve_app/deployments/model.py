@@ -29,7 +29,7 @@ from serve_app.deployments.process import log_through_serve
 from serve_app.deployments.serve_hooks import listen_on_loopback
 from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, engine_exporter, export_forever
-from serve_app.process import without_collection
+from serve_app.process import trim_heaps, without_collection
 from serve_app.settings.processes import ModelProcess
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Model:
         )
         gc.collect()
         gc.freeze()
+        trim_heaps()
 
     async def submit(
         self, requests: Sequence[NumberedRequest], channel_id: ChannelId, ranking: Sequence[str] = ()

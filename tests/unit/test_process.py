@@ -44,3 +44,31 @@ def test_freed_bodies_leave_the_process() -> None:
     }
     assert grown["default"] > 30 * 2**20
     assert grown["bounded"] < 2**20
+
+
+GAPS = """
+import sys, time
+from serve_app import process
+
+PAGE = 4096
+exec(sys.argv[1])
+
+blocks = [body(3000) for _ in range(30_000)]
+for block in blocks[::2] + blocks[1:-1:2]:
+    LIBC.free(block)
+before = rss()
+process._TRIM_PERIOD_S = 0.1
+process.trim_heaps()
+deadline_s = time.monotonic() + 30
+while rss() > before - 60 * 2**20 and time.monotonic() < deadline_s:
+    time.sleep(0.1)
+print(before - rss())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C heap is glibc's")
+def test_free_pages_below_a_block_in_use_leave_the_process() -> None:
+    """Return to the system what a small block at the end of glibc's heap would keep."""
+    helpers = GROWTH[: GROWTH.index("if sys.argv")]
+    run = subprocess.run([sys.executable, "-c", GAPS, helpers], capture_output=True, check=True, text=True)
+    assert int(run.stdout) > 60 * 2**20
