@@ -2,8 +2,9 @@
 
 The demo model is served in processes of their own. The load: short chats, streamed and whole, of which a third is left
 early; tool calls and JSON schemas that nobody has sent before; prompts of new text; large bodies; jobs; batches whose
-files are deleted. Every half a minute a line has the anonymous memory of each process, in MiB: pages of files, such as
-libraries, come and go with other processes that map them. The slope of each is fitted to the lines after `--warm-up` minutes.
+files are deleted. Every half a minute a line has the anonymous memory of each process, in MiB; pages of files count as
+a process's own or not with the other processes that map them. The slope of each is fitted to the lines after
+`--warm-up` minutes.
 """
 
 from __future__ import annotations
