@@ -30,6 +30,8 @@ ELSEWHERE = {
     "headway models pull": "it downloads; tests/unit/cli/test_models_command.py",
     "headway models rm": "it asks; tests/unit/cli/test_models_command.py",
     "headway doctor": "tests/unit/cli/test_doctor.py",
+    "pip ": "tests/ray/own/test_installed_wheel.py",
+    "uv ": "its option is in uv's documents",
     ". ": "it changes the shell; tests/ray/serve/launch/test_private_cluster.py runs Ray's commands after it",
     "ray ": "tests/ray/serve/launch/test_private_cluster.py; `ray up` needs an account",
     "serve ": "tests/ray/own/test_deploy.py",
