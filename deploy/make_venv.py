@@ -1,7 +1,8 @@
 """Create or update the virtual environment of a clone: `python deploy/make_venv.py .venv`, which `make serve` runs.
 
-`make venv` adds `dev`, the extra with the tools of developers. torch is installed first, in the version of constraints.txt. A machine without an NVIDIA device gets the CPU build,
-from PyTorch's own index if that can be reached. Needs the standard library alone.
+`make venv` adds `dev`, the extra with the tools of developers. torch is installed first, in the version of
+constraints.txt. A machine without an NVIDIA device gets the CPU build, from PyTorch's own index if that can be reached.
+Needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Failed(Exception):
 
 
 def main() -> None:
+    """Run the command."""
     if len(sys.argv) not in (2, 3):
         sys.exit("usage: python deploy/make_venv.py FOLDER [EXTRA]")
     venv, extras, begin_s = Path(sys.argv[1]), sys.argv[2:], time.monotonic()

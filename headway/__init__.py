@@ -1,4 +1,4 @@
-"""Import path of the application for Ray Serve: `headway:build`, with `serve run`, `serve deploy` and `import_path:`."""
+"""Import path of the application for Ray Serve: `headway:build`, for `serve run` and `import_path:` in its files."""
 
 from __future__ import annotations
 

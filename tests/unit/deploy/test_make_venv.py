@@ -1,4 +1,4 @@
-"""The environment of a clone has the CPU build of torch where there is no NVIDIA device, and says what else it takes."""
+"""The environment of a clone has the CPU build of torch without an NVIDIA device, or says what it takes instead."""
 
 import importlib.util
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SPEC = importlib.util.spec_from_file_location("make_venv", ROOT / "deploy" / "make_venv.py")
 assert SPEC is not None and SPEC.loader is not None
 make_venv = importlib.util.module_from_spec(SPEC)
@@ -56,7 +56,16 @@ def test_the_cpu_build_is_installed_without_an_nvidia_device(python: Path, index
     publish(index, CPU)
     publish(index, "2.14.0")
     assert install(python, has_gpu=False) == CPU
-    check = [python, "-m", "pip", "install", "--dry-run", "--constraint", str(ROOT / "constraints.txt"), "torch>=2.8"]
+    check: list[str] = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--constraint",
+        str(ROOT / "constraints.txt"),
+        "torch>=2.8",
+    ]
     checked = subprocess.run(check, check=True, capture_output=True, text=True)
     assert "Would install" not in checked.stdout  # the label of a CPU build meets the constraint
 
