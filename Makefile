@@ -1,4 +1,5 @@
-# Targets that need .venv create it, and update it after a change of pyproject.toml or constraints.txt.
+# Targets that need .venv create it, and update it after a change of pyproject.toml or constraints.txt. `make serve` needs
+# the service alone; the others add the tools of developers.
 .PHONY: venv serve test pytest test-deep lint bench gpu-check
 .DELETE_ON_ERROR:
 
@@ -6,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 
 # Variables of `make serve`: address, model and replicas. ARGS takes options of `headway serve`, and fields as key=value.
 HOST ?= 127.0.0.1
@@ -16,17 +18,15 @@ REPLICAS ?=
 PROFILE ?= default
 ARGS ?=
 
-venv: $(STAMP)
+venv: $(DEV_STAMP)
 
-# torch is installed first and alone. With an exact version pip takes the CPU wheel if an index offers one; without one
-# it may install gigabytes of CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
-	@echo 'Installing Headway into $(VENV): a minute or two, only the first time and after an update ...'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	@$(BIN)/python -m compileall -q serve_app replicas router  # Python does so itself only where it may write.
+	@$(PYTHON) deploy/make_venv.py $(VENV)
 	@touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) deploy/make_venv.py $(VENV) dev
+	@touch $(STAMP) $@
 
 # Runs in the foreground; SIGTERM or Ctrl-C stops everything that it started.
 serve: $(STAMP)
@@ -34,7 +34,7 @@ serve: $(STAMP)
 		$(if $(MODEL),--model '$(MODEL)') $(if $(DTYPE),--dtype '$(DTYPE)') $(if $(REPLICAS),--num-replicas '$(REPLICAS)') \
 		$(ARGS)
 
-lint: $(STAMP)
+lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -44,18 +44,18 @@ TEST_PROCESSES := --tx popen//id=ray --tx popen//id=others//nice=5 \
 	--tx popen//id=interpreter//nice=5//env:TRITON_INTERPRET=1//env:OMP_NUM_THREADS=1
 
 # The lint runs in parallel with the tests; make reports a failure of either after both have ended.
-test: $(STAMP)
+test: $(DEV_STAMP)
 	@$(MAKE) --no-print-directory --jobs lint pytest
 
-pytest: $(STAMP)
+pytest: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 # Tests that `make test` leaves out: all random worlds, and slow tests.
-test-deep: $(STAMP)
+test-deep: $(DEV_STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or deep' $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/model/interpreted --numprocesses 2 --deep -m deep $(ARGS)
 
-bench: $(STAMP)
+bench: $(DEV_STAMP)
 	$(BIN)/python -m bench $(ARGS)
 
 # For machines without a network: uses the installed Python without a .venv.

@@ -37,7 +37,7 @@ _HEALTH_CHECK_PERIOD_S = 1.0
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Build the application, for `serve run serve_app.app:build key=value` and for `args:` in a config file.
+    """Build the application, for `serve run headway:build key=value` and for `args:` in a config file.
 
     It takes the fields as they are: Serve would report a mistake in them with a traceback of pydantic.
 

@@ -15,7 +15,7 @@ from serve_app.settings.by_band import FORMS
 _INTRODUCTION = """# Configuration
 
 Each field is an option of `headway serve`, such as `--max-num-seqs 64` for `max_num_seqs`, and a line of its `--config`
-file. It can also be given as `key=value` to `make serve ARGS=` and `serve run serve_app.app:build`, or under `args:` in
+file. It can also be given as `key=value` to `make serve ARGS=` and `serve run headway:build`, or under `args:` in
 a config file of Serve. Unknown fields, values outside their limits and contradictions are refused at start-up. A size
 is a number of bytes, also with a unit: `2GiB`. This page is made from the code:
 `python -m serve_app.config_page > docs/configuration.md`.

@@ -18,7 +18,7 @@ import pytest
 from testkit.limits import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("replicas", "router", "serve_app")
+PRODUCT = ("replicas", "router", "serve_app", "headway")
 # A package sees itself and those before it.
 TOPS = (*PRODUCT, "testkit", "bench", "tests")
 # Parts that see less than their packages and folders do.
@@ -44,6 +44,7 @@ MAY_SEE = {
         "replicas.timing",
         "replicas.settings",
     ),
+    "headway": ("headway", "serve_app.app"),
 }
 MAX_ROOT_FILES = 8
 MAX_PARAMETERS = 5
@@ -329,7 +330,7 @@ def test_a_process_imports_its_own_deployment_alone(deployment: str) -> None:
 
 
 def test_building_the_application_imports_no_heavy_library() -> None:
-    import_without((), ["serve_app.app"], f"found = set({HEAVY!r}) & set(sys.modules); assert not found, found")
+    import_without((), ["headway"], f"found = set({HEAVY!r}) & set(sys.modules); assert not found, found")
 
 
 def test_the_command_starts_without_ray_or_torch() -> None:

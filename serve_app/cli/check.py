@@ -12,7 +12,7 @@ import yaml
 from serve_app.preflight.fields import ConfigError, read_fields
 from serve_app.preflight.machine import Finding
 
-_BUILDER = "serve_app.app:build"
+_BUILDERS = ("headway:build", "serve_app.app:build")
 
 
 def check(
@@ -45,9 +45,9 @@ def _applications(path: Path) -> dict[str, dict[str, Any]]:
         _fail(f"{path} is not a config file of Ray Serve: {faults}")
     except (OSError, ValueError, yaml.YAMLError) as error:
         _fail(f"{path} cannot be read: {' '.join(str(error).split())}")
-    applications = {one.name: one.args for one in schema.applications if one.import_path == _BUILDER}
+    applications = {one.name: one.args for one in schema.applications if one.import_path in _BUILDERS}
     if not applications:
-        _fail(f"{path} has no application with the import_path {_BUILDER}")
+        _fail(f"{path} has no application with the import_path {_BUILDERS[0]}")
     return applications
 
 

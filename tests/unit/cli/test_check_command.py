@@ -53,7 +53,7 @@ def test_a_wrong_field_has_the_words_of_the_server(tmp_path: Path) -> None:
         ("max_num_seqs: 4", "is not a config file of Ray Serve: applications: Field required"),
         ("a: [", "cannot be read"),
         ("applications: [{name: x, route_prefix: /, import_path: other:build}]", "has no application with"),
-        ("applications: [{name: x, import_path: serve_app.app:build, args: 3}]", "applications.0.args: "),
+        ("applications: [{name: x, import_path: headway:build, args: 3}]", "applications.0.args: "),
     ],
 )
 def test_another_file_is_wrong_usage(tmp_path: Path, content: str, message: str) -> None:

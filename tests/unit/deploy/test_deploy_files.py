@@ -11,7 +11,7 @@ from ray.serve.schema import ServeDeploySchema
 from serve_app.config import HeadwayConfig
 from serve_app.http.edge import MIDDLEWARE_PATH
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CLUSTER = yaml.safe_load((ROOT / "cluster.yaml").read_text())
 RAY_SERVICE = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text())
 
