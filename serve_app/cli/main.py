@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 _COMMANDS = {
-    "serve": "serve_app.cli.serve:serve",
+    "serve": "serve_app.cli.serve:app",
     "check": "serve_app.cli.check:check",
     "chat": "serve_app.cli.clients.chat:chat",
     "complete": "serve_app.cli.clients.complete:complete",

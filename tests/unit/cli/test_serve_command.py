@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
-from serve_app.cli.config_options import read_config, read_config_file, with_config_options
 from serve_app.cli.main import app
+from serve_app.cli.options.config_options import read_config, read_config_file, with_config_options
+from serve_app.cli.options.serve_command import ServeCommand, with_dashes
 from serve_app.cli.serve import is_loopback
 from serve_app.cli.server.ports import Address, reserved
 from serve_app.config import HeadwayConfig
@@ -109,6 +110,9 @@ def read_by_the_command(*arguments: str) -> HeadwayConfig:
     """Return the configuration of a command line."""
     read: list[HeadwayConfig] = []
 
+    program = typer.Typer()
+
+    @program.command(cls=ServeCommand, context_settings={"token_normalize_func": with_dashes})
     @with_config_options
     def command(
         fields: dict[str, Any],
@@ -118,8 +122,6 @@ def read_by_the_command(*arguments: str) -> HeadwayConfig:
     ) -> None:
         read.append(read_config(arguments or [], fields))
 
-    program = typer.Typer()
-    program.command()(command)
     result = CliRunner().invoke(program, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return read[0]
@@ -137,6 +139,23 @@ def test_each_field_is_an_option_with_its_docstring() -> None:
 def test_the_option_of_a_former_setting_is_refused_with_what_replaces_it(name: str) -> None:
     refused = CliRunner().invoke(app, ["serve", f"--{name.replace('_', '-')}", "none"])
     assert (refused.exit_code, refused.stderr) == (2, f"error: {name} is no longer a setting. {REPLACED[name]}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "names"),
+    [
+        ("m --served-model-name a", "m", ("a",)),
+        ("m --served-model-name a b c --max-num-seqs 4", "m", ("a", "b", "c")),
+        ("m --served-model-name a b max_num_seqs=4", "m", ("a", "b")),
+        ("--model m --served_model_name a b", "m", ("a", "b")),
+        ("m --served-model-name a --served-model-name b", "m", ("a", "b")),
+        ("--served-model-name a m", "m", ("a",)),
+        ("--served-model-name a,b m", "m", ("a", "b")),
+    ],
+)
+def test_the_model_may_have_several_names(words: str, model: str, names: tuple[str, ...]) -> None:
+    config = read_by_the_command(*words.split())
+    assert (config.model, config.model_names) == (model, names)
 
 
 def test_options_set_fields_of_every_kind() -> None:
