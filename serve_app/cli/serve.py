@@ -20,7 +20,7 @@ from replicas.child_processes import machine_slowness, start_timeout_s
 from replicas.errors import ModelLoadError
 from replicas.model.hardware.limits import cpu_limit
 from serve_app.cli.options.config_options import read_config, read_config_file, with_config_options
-from serve_app.cli.options.serve_command import ServeCommand, with_dashes
+from serve_app.cli.options.serve_command import ServeCommand, show_all, with_dashes
 from serve_app.cli.server.access_lines import LogFormat
 from serve_app.cli.server.data_folder import own_data_dir
 from serve_app.cli.server.own_session import run_in_own_session
@@ -72,23 +72,26 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML file of options, such as `max_num_seqs: 64`; the command line wins over it.",
+            help="YAML file of fields (`max_num_seqs: 64`); the command line wins over it.",
             callback=_use_config_file,
             is_eager=True,
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="PORT", help="Port to listen on.", min=1, max=65535)] = 8000,
     max_connections_per_address: Annotated[
         int,
         typer.Option(help="Most connections, without HAProxy open requests, of an address that is not local.", min=1),
     ] = MAX_CONNECTIONS_PER_ADDRESS,
-    profile: Annotated[Profile, typer.Option(help="throughput: HAProxy in front.")] = Profile.DEFAULT,
+    profile: Annotated[Profile, typer.Option(help="HAProxy in front for `throughput`.")] = Profile.DEFAULT,
     api_key: Annotated[
         str | None, typer.Option(_KEY_OPTION, envvar=_KEY_VARIABLE, help="The one API key of the server.")
     ] = None,
     log_format: Annotated[LogFormat, typer.Option(help="Format of the access lines.")] = LogFormat.TEXT,
     access_log: Annotated[bool, typer.Option(help="Print one line for each request.")] = True,
+    help_all: Annotated[
+        bool, typer.Option("--help-all", callback=show_all, is_eager=True, help="Show every option.")
+    ] = False,
 ) -> None:
     """Serve a model from this machine until SIGTERM or Ctrl-C.
 

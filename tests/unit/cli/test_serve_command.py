@@ -71,6 +71,7 @@ def test_an_open_port_without_keys_is_warned_of_once(tmp_path: Path) -> None:
         (["a-model", "--model", "b-model"], "model is given twice"),
         (["--max-num-batched-tokens", "32"], "max_num_batched_tokens (32) must exceed max_num_seqs (32)"),
         (["model=/no/such/model"], "there is no directory /no/such/model"),
+        (["model=README.md"], "README.md is a file and no checkpoint; name a directory, a .gguf file or a hub id"),
     ],
 )
 def test_a_mistake_in_an_argument_is_refused(arguments: list[str], message: str) -> None:
@@ -128,7 +129,7 @@ def read_by_the_command(*arguments: str) -> HeadwayConfig:
 
 
 def test_each_field_is_an_option_with_its_docstring() -> None:
-    shown = " ".join(CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "400"}).stdout.split())
+    shown = " ".join(CliRunner().invoke(app, ["serve", "--help-all"], env={"COLUMNS": "400"}).stdout.split())
     for name, field in HeadwayConfig.model_fields.items():
         assert f"--{name.replace('_', '-')}" in shown
         assert " ".join((field.description or "").split())[:60] in shown
