@@ -1,6 +1,6 @@
 # Targets that need .venv create it, and update it after a change of pyproject.toml or constraints.txt. `make serve` needs
 # the service alone; the others add the tools of developers.
-.PHONY: venv serve test pytest test-deep lint bench gpu-check
+.PHONY: help venv serve test pytest test-deep lint bench gpu-check
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -18,7 +18,11 @@ REPLICAS ?=
 PROFILE ?= default
 ARGS ?=
 
-venv: $(DEV_STAMP)
+help:  ## list the targets, which is what `make` alone does
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo 'Variables of make serve: HOST PORT MODEL DTYPE REPLICAS PROFILE ARGS; of make pytest, test-deep and bench: ARGS'
+
+venv: $(DEV_STAMP)  ## install into .venv
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) deploy/make_venv.py $(VENV)
@@ -29,12 +33,12 @@ $(DEV_STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP) $@
 
 # Runs in the foreground; SIGTERM or Ctrl-C stops everything that it started.
-serve: $(STAMP)
+serve: $(STAMP)  ## serve a model here until Ctrl-C
 	@exec $(BIN)/python -m serve_app.cli.main serve --host $(HOST) --port $(PORT) --profile $(PROFILE) \
 		$(if $(MODEL),--model '$(MODEL)') $(if $(DTYPE),--dtype '$(DTYPE)') $(if $(REPLICAS),--num-replicas '$(REPLICAS)') \
 		$(ARGS)
 
-lint: $(DEV_STAMP)
+lint: $(DEV_STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -44,20 +48,20 @@ TEST_PROCESSES := --tx popen//id=ray --tx popen//id=others//nice=5 \
 	--tx popen//id=interpreter//nice=5//env:TRITON_INTERPRET=1//env:OMP_NUM_THREADS=1
 
 # The lint runs in parallel with the tests; make reports a failure of either after both have ended.
-test: $(DEV_STAMP)
+test: $(DEV_STAMP)  ## lint and all tests
 	@$(MAKE) --no-print-directory --jobs lint pytest
 
-pytest: $(DEV_STAMP)
+pytest: $(DEV_STAMP)  ## the tests alone; ARGS names some
 	$(BIN)/python -m pytest $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 # Tests that `make test` leaves out: all random worlds, and slow tests.
-test-deep: $(DEV_STAMP)
+test-deep: $(DEV_STAMP)  ## random worlds and slow tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or deep' $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/model/interpreted --numprocesses 2 --deep -m deep $(ARGS)
 
-bench: $(DEV_STAMP)
+bench: $(DEV_STAMP)  ## measurements; ARGS names one
 	$(BIN)/python -m bench $(ARGS)
 
 # For machines without a network: uses the installed Python without a .venv.
-gpu-check:
+gpu-check:  ## checks and measurements on a GPU, without .venv
 	PYTHONPATH=. $(PYTHON) -m bench.gpu_check $(ARGS)

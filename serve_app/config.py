@@ -34,10 +34,12 @@ from router.watch import WatchSettings
 from serve_app.http.settings import IngressSettings
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.webhooks.addresses import AllowedHosts
+from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.settings.by_band import BandQueues, BandTargets, BandWaits, read_downscale_delay
 from serve_app.settings.processes import IngressProcess, JobsProcess, LineSettings, ModelProcess, RoutingSettings
 from serve_app.settings.replaced import refuse_replaced
+from serve_app.settings.vllm_options import read_vllm_options
 from serve_app.tracing.settings import TracingSettings
 
 Part = TypeVar("Part")
@@ -193,11 +195,12 @@ class HeadwayConfig(_SettingsOfParts):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_replaced(cls, given: object) -> object:
-        """Refuse former settings with the sentence that says what replaces each."""
-        if isinstance(given, dict):
-            refuse_replaced(given)
-        return given
+    def _read_other_names(cls, given: object) -> object:
+        """Refuse former settings, and read options of vLLM's: each refusal says what takes its place."""
+        if not isinstance(given, dict):
+            return given
+        refuse_replaced(given)
+        return read_vllm_options(given)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -216,11 +219,12 @@ class HeadwayConfig(_SettingsOfParts):
     def _read_demo(cls, value: str | None) -> str | None:
         return None if value == DEMO_MODEL_NAME else value
 
-    @field_validator("model", "api_key_file")
+    @field_validator("model", "api_key_file", "chat_template", "generation_config")
     @classmethod
-    def _make_absolute(cls, value: str | None) -> str | None:
+    def _make_absolute(cls, value: str | None, info: ValidationInfo) -> str | None:
         """Make an existing path absolute: replicas run in other working directories."""
-        if value is not None and Path(value).expanduser().exists():
+        is_word = info.field_name == "generation_config" and value in SamplingDefaults.SOURCES
+        if value is not None and not is_word and Path(value).expanduser().exists():
             return str(Path(value).expanduser().resolve())
         return value
 
@@ -327,7 +331,12 @@ class HeadwayConfig(_SettingsOfParts):
             routing=self.routing_settings(),
             jobs=self.jobs_settings(),
             lines=LineSettings(
-                http.model, http.limits, http.num_tokenizer_threads, http.work_limits, http.tool_call_parser
+                http.model,
+                http.limits,
+                http.num_tokenizer_threads,
+                http.work_limits,
+                http.tool_call_parser,
+                http.chat_template,
             ),
             tracing=self.tracing_settings(),
             data_dir=self.data_dir,

@@ -71,14 +71,15 @@ def create_api(
     The documentation pages of FastAPI are off, since they load assets from other sites.
 
     Raises:
-        ValueError, OSError: the tokenizer or the key file cannot be used.
+        ValueError, OSError: the tokenizer, the chat template or the key file cannot be used.
     """
     clock, dispatcher, jobs = Clock(), backends.dispatcher, backends.jobs
     key_file = None if settings.api_key_file is None else Path(settings.api_key_file)
     authenticator = Authenticator(key_file, clock.monotonic)
-    load_encoder = partial(encoder_of, settings.model, settings.tool_call_parser)
+    forms = (settings.tool_call_parser, settings.chat_template)
+    load_encoder = partial(encoder_of, settings.model, *forms)
     workers = WorkerThreads(settings.num_tokenizer_threads, limits=settings.work_limits, prepare=load_encoder)
-    text = ModelText.load(settings.model, workers, settings.tool_call_parser)
+    text = ModelText.load(settings.model, workers, *forms)
     bodies = BodyReader(settings, workers)
     defaults = SamplingDefaults.load(settings.model, settings.limits.generation_config)
     model = KnownModel(settings.model_names, dispatcher, clock.monotonic, defaults)

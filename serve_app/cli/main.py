@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 _COMMANDS = {
-    "serve": "serve_app.cli.serve:serve",
+    "serve": "serve_app.cli.serve:app",
     "check": "serve_app.cli.check:check",
     "chat": "serve_app.cli.clients.chat:chat",
     "complete": "serve_app.cli.clients.complete:complete",
@@ -48,6 +49,13 @@ class LazyCommands(TyperGroup):
         command = typer.main.get_command(target)
         command.name = cmd_name
         return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the words name; a name that does not exist is refused with the most similar one."""
+        if args[0] not in _COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            similar = get_close_matches(args[0], _COMMANDS, n=1)
+            ctx.fail(f"There is no command {args[0]!r}." + (f" Did you mean {similar[0]!r}?" if similar else ""))
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(

@@ -19,7 +19,8 @@ import typer
 from replicas.child_processes import machine_slowness, start_timeout_s
 from replicas.errors import ModelLoadError
 from replicas.model.hardware.limits import cpu_limit
-from serve_app.cli.config_options import read_config, read_config_file, with_config_options
+from serve_app.cli.options.config_options import read_config, read_config_file, with_config_options
+from serve_app.cli.options.serve_command import ServeCommand, show_all, with_dashes
 from serve_app.cli.server.access_lines import LogFormat
 from serve_app.cli.server.data_folder import own_data_dir
 from serve_app.cli.server.own_session import run_in_own_session
@@ -31,9 +32,11 @@ from serve_app.cli.server.server import ListenOptions, Server
 from serve_app.config import HeadwayConfig
 from serve_app.one_root import ForeignPackage, check_one_root
 from serve_app.preflight.fields import ConfigError
-from serve_app.preflight.machine import check_keys
+from serve_app.preflight.machine import check_keys, check_text
 
 _LOOPBACK_HOSTS = "localhost,127.0.0.1,[::1]"
+_FIELDS_OF_TEXT = {"chat_template", "generation_config", "tool_call_parser"}
+"""Fields whose check needs the model's tokenizer, which takes a second to load."""
 _KEY_OPTION = "--api-key"
 _KEY_VARIABLE = "HEADWAY_API_KEY"
 
@@ -54,6 +57,10 @@ def _use_config_file(context: typer.Context, path: Path | None) -> Path | None:
         _fail(str(error))
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command("serve", cls=ServeCommand, context_settings={"token_normalize_func": with_dashes})
 @with_config_options
 def serve(
     fields: dict[str, Any],
@@ -65,23 +72,26 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML file of options, such as `max_num_seqs: 64`; the command line wins over it.",
+            help="YAML file of fields (`max_num_seqs: 64`); the command line wins over it.",
             callback=_use_config_file,
             is_eager=True,
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="PORT", help="Port to listen on.", min=1, max=65535)] = 8000,
     max_connections_per_address: Annotated[
         int,
         typer.Option(help="Most connections, without HAProxy open requests, of an address that is not local.", min=1),
     ] = MAX_CONNECTIONS_PER_ADDRESS,
-    profile: Annotated[Profile, typer.Option(help="throughput: HAProxy in front.")] = Profile.DEFAULT,
+    profile: Annotated[Profile, typer.Option(help="HAProxy in front for `throughput`.")] = Profile.DEFAULT,
     api_key: Annotated[
         str | None, typer.Option(_KEY_OPTION, envvar=_KEY_VARIABLE, help="The one API key of the server.")
     ] = None,
     log_format: Annotated[LogFormat, typer.Option(help="Format of the access lines.")] = LogFormat.TEXT,
     access_log: Annotated[bool, typer.Option(help="Print one line for each request.")] = True,
+    help_all: Annotated[
+        bool, typer.Option("--help-all", callback=show_all, is_eager=True, help="Show every option.")
+    ] = False,
 ) -> None:
     """Serve a model from this machine until SIGTERM or Ctrl-C.
 
@@ -159,9 +169,15 @@ def _check_environment() -> None:
 
 def _with_model(config: HeadwayConfig) -> HeadwayConfig:
     try:
-        return prepare_model(config)
+        config = prepare_model(config)
     except (ModelLoadError, OSError) as error:
         _fail(f"model: {error}")
+    if config.model_fields_set & _FIELDS_OF_TEXT:
+        try:
+            check_text(config.model_path, config)
+        except ModelLoadError as error:
+            _fail(str(error))
+    return config
 
 
 def _reserve(address: Address, held: contextlib.ExitStack) -> None:

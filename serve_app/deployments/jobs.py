@@ -100,7 +100,8 @@ class Jobs:
 
         lines, dispatcher = settings.lines, self._routing.dispatcher
         workers = WorkerThreads(lines.num_tokenizer_threads, limits=lines.work_limits)
-        text = await asyncio.to_thread(ModelText.load, lines.model, workers, lines.tool_call_parser)
+        forms = (lines.tool_call_parser, lines.chat_template)
+        text = await asyncio.to_thread(ModelText.load, lines.model, workers, *forms)
         defaults = await asyncio.to_thread(SamplingDefaults.load, lines.model, lines.limits.generation_config)
         known = KnownModel(settings.jobs.model_names, dispatcher, clock.monotonic, defaults)
         self._registry.register(CountsCollector(text.grammars.metrics))

@@ -86,6 +86,9 @@ class IngressSettings:
     """Most bodies and texts of a band that wait for these threads in an ingress; then 429."""
     max_tenant_share: float = 1.0
     """Most of these bodies and texts, and of their bytes, that one tenant may fill, as a share."""
+    chat_template: str | None = setting(None)
+    """Chat template in place of the model's: a file of Jinja's, or the name of one of several that the model has. None:
+    the model's, by default the one called `default`."""
     tool_call_parser: str | None = setting(None)
     """Family of the chat template, which decides the form of tool calls and reasoning: a name in docs/tools.md, such as
     hermes or llama3_json, as vLLM has them. None: the family is found from the template."""

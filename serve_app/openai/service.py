@@ -45,7 +45,7 @@ from serve_app.openai.request.validation import (
 )
 from serve_app.openai.structured.chat_grammar import ChatDialect, callable_tools, chat_grammar
 from serve_app.openai.structured.output_grammar import GrammarChecker, OutputGrammar, output_grammar
-from serve_app.openai.tokenize.prompt_encoder import ChatTurns
+from serve_app.openai.tokenize.prompt_encoder import ChatTurns, PromptEncoder
 from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
 from serve_app.openai.tokenize.work_queue import WorkLimits
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
@@ -120,12 +120,19 @@ class ModelText:
     grammars: GrammarChecker
 
     @classmethod
-    def load(cls, model: str, workers: WorkerThreads, tool_call_parser: str | None = None) -> ModelText:
+    def load(
+        cls,
+        model: str,
+        workers: WorkerThreads,
+        tool_call_parser: str | None = None,
+        chat_template: str | None = None,
+    ) -> ModelText:
         """Load the tokenizer of `model`, a directory or hub id, whose work `workers` do.
 
-        `tool_call_parser` names the family of its chat template; None: it is found.
+        `tool_call_parser` names the family of its chat template; None: it is found. `chat_template` is a file or the
+        name of a template; None: the model's.
         """
-        tokenizer = PromptTokenizer.load(model, workers, tool_call_parser)
+        tokenizer = PromptTokenizer(PromptEncoder.load(model, tool_call_parser, chat_template), workers)
         return cls(tokenizer, GrammarChecker(GrammarCompiler(tokenizer.fast, vocab_size_of(model))))
 
 

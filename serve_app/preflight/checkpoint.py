@@ -38,6 +38,8 @@ def local_directory(model: str) -> Path | None:
     directory = Path(local_checkpoint(model)).expanduser()
     if directory.is_dir():
         return directory
+    if directory.is_file():
+        raise ModelLoadError(f"{model} is a file and no checkpoint; name a directory, a .gguf file or a hub id")
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ModelLoadError(f"there is no directory {model}")
     return None

@@ -17,6 +17,7 @@ from replicas.text.tokenizer_files import SMALL_HUB_FILES, load_tokenizer
 from serve_app.config import HeadwayConfig
 from serve_app.keys.key_file import read_owners
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
+from serve_app.openai.tokenize.prompt_encoder import PromptEncoder
 from serve_app.preflight.checkpoint import check_checkpoint, local_directory
 
 _SQLITE = "sqlite:///"
@@ -90,16 +91,25 @@ def _check_model(config: HeadwayConfig, placement: Placement) -> None:
         freed_bytes = sum(map(_own_bytes, placement.stopped_pids))
         check_checkpoint(directory, config, placement.num_model_replicas, freed_bytes)
     if placement.has_ingress or placement.has_jobs:
-        _check_text(str(directory), config)
+        check_text(str(directory), config)
 
 
-def _check_text(model: str, config: HeadwayConfig) -> None:
-    """Load what an ingress loads: the tokenizer and the sampling defaults."""
+def check_text(model: str, config: HeadwayConfig) -> None:
+    """Load what an ingress loads: the tokenizer, the chat template and the sampling defaults.
+
+    Raises:
+        ModelLoadError: they cannot be used.
+    """
+    settings = config.ingress_settings()
     try:
-        load_tokenizer(model)
+        tokenizer = load_tokenizer(model)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"cannot load the tokenizer of model {model!r}: {error}") from error
-    SamplingDefaults.load(model, config.ingress_settings().limits.generation_config)
+    try:
+        PromptEncoder(tokenizer, model, settings.tool_call_parser, settings.chat_template)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(str(error)) from error
+    SamplingDefaults.load(model, settings.limits.generation_config)
 
 
 def _own_bytes(pid: int) -> int:

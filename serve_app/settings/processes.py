@@ -88,6 +88,7 @@ class LineSettings:
     num_tokenizer_threads: int
     work_limits: WorkLimits
     tool_call_parser: str | None
+    chat_template: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ async def _jobs(client: LocalReplicaClient, settings: IngressSettings, data_dir:
     database = await asyncio.to_thread(Database, f"sqlite:///{data_dir}/jobs.sqlite3")
     defaults = SamplingDefaults.load(settings.model)
     known = KnownModel((name,), routing.dispatcher, time.monotonic, defaults)
-    text = ModelText.load(settings.model, WorkerThreads(1), settings.tool_call_parser)
+    text = ModelText.load(settings.model, WorkerThreads(1), settings.tool_call_parser, settings.chat_template)
     metrics.registry.register(CountsCollector(text.grammars.metrics))
     ledger, tracer = UsageLedger(Clock()), Tracer(settings.tracing, "headway-jobs", "0")
     service = CompletionService(routing.dispatcher, known, text, settings.limits, random.Random(0), ledger)

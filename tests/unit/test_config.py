@@ -186,7 +186,7 @@ def test_every_setting_reaches_its_part(part):
         "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
         "allowed_hosts": "there", "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
         "batch_invariant": True,
-        "generation_config": "vllm", "allowed_origins": "null",
+        "generation_config": "vllm", "allowed_origins": "null", "chat_template": "default",
         "tool_call_parser": "hermes", "prefix_cache_scope": "shared", "unknown_fields": "refuse",
         "downscale_delay_s": DownscaleDelay(7.0),
         "otlp_traces_endpoint": "http://there", "trace_sampling_ratio": 0.5, "trace_prompts": True,

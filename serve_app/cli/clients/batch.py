@@ -22,7 +22,7 @@ from serve_app.cli.clients.client import (
     connected,
 )
 from serve_app.cli.clients.events import JsonObject
-from serve_app.cli.clients.terminal import date_text, print_table, stderr
+from serve_app.cli.clients.terminal import date_text, duration_text, print_table, stderr
 
 FINAL = ("completed", "failed", "expired", "cancelled")
 RETRY_LIMIT_S = 120.0
@@ -213,13 +213,14 @@ def _finish(client: BatchClient, batch: JsonObject, output: Path | None, errors:
 
 def _describe(batch: JsonObject, console: Console) -> None:
     counts = batch["request_counts"]
+    left_s = batch.get("eta_seconds")
     lines: list[tuple[str, Any]] = [
         ("batch", batch["id"]),
         ("status", batch["status"]),
         ("requests", f"{counts['completed']} completed, {counts['failed']} failed, of {counts['total']}"),
         ("results", batch["output_file_id"]),
         ("failures", batch["error_file_id"]),
-        ("seconds left", batch.get("eta_seconds")),
+        ("time left", None if left_s is None else f"about {duration_text(left_s)}"),
     ]
     for name, value in lines:
         if value is not None:
@@ -272,7 +273,7 @@ def _state_of(batch: JsonObject) -> dict[str, Any]:
     counts = batch["request_counts"]
     remarks = [f"{counts['failed']} failed"] if counts["failed"] else []
     if batch.get("eta_seconds") is not None:
-        remarks.append(f"about {batch['eta_seconds']:.0f} s left")
+        remarks.append(f"about {duration_text(batch['eta_seconds'])} left")
     return {
         "description": batch["status"],
         "completed": counts["completed"] + counts["failed"],

@@ -49,3 +49,19 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def date_text(unix_s: float) -> str:
     """Return a moment in local time, to the minute."""
     return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M")
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration in its two largest units, such as `2 min 10 s`; below a minute in seconds."""
+    left, parts = round(seconds), list[str]()
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count or (unit == "s" and not parts):
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])
+
+
+def counted(number: float, noun: str) -> str:
+    """Return a number with its noun, such as `1 replica` or `1,200 replicas`."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,.0f} {noun}{ending}"

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from serve_app.cli.clients.client import DEFAULT_URL, KeyOption, UrlOption, connected
 from serve_app.cli.clients.events import JsonObject
+from serve_app.cli.clients.terminal import counted
 
 _CELLS = {
     "received": ("r", "bright_black"),
@@ -75,9 +76,9 @@ def _headline(snapshot: JsonObject) -> Text:
     rate = sum(replica["generated_tokens_per_s"] for replica in snapshot["replicas"])
     facts = [f"{rate:,.0f} output tokens/s", _batches_of(jobs)]
     if scaling is not None and "desired_replicas" in scaling:
-        facts.append(f"{scaling['num_replicas']} replicas, {scaling['desired_replicas']} wanted")
+        facts.append(f"{counted(scaling['num_replicas'], 'replica')}, {scaling['desired_replicas']} wanted")
         if scaling["drain_s"] is not None:
-            facts.append(f"drain time {scaling['drain_s']:.1f} s")
+            facts.append(f"drain time {_seconds(scaling['drain_s'])}")
     return Text.assemble((snapshot["model"], "bold"), "   ", "   ".join(facts))
 
 
@@ -85,7 +86,7 @@ def _batches_of(jobs: list[JsonObject] | None) -> str:
     if jobs is None:
         return "the jobs process does not answer"
     in_progress = sum(value["value"] for value in jobs if value["labels"].get("state") == "in_progress")
-    return f"{in_progress:,.0f} batches in progress"
+    return f"{counted(in_progress, 'batch')} in progress"
 
 
 def _table(*columns: str) -> Table:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -22,17 +23,27 @@ _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class SamplingDefaults:
     """Values of the sampling fields that a request does not give; fields without a value keep the API's default."""
 
+    SOURCES = ("auto", "vllm")
+    """Sources of the values that are no folders."""
+
     def __init__(self, values: Mapping[str, float] | None = None) -> None:
         self._values = dict(values or {})
 
     @classmethod
-    def load(cls, model: str, source: Literal["auto", "vllm"] = "auto") -> SamplingDefaults:
-        """Read the defaults of `model`, a directory or hub id; `vllm` means none, as vLLM's option of this name does.
+    def load(cls, model: str, source: str = "auto") -> SamplingDefaults:
+        """Read the defaults of `model`, a directory or hub id, or those in the folder `source`.
+
+        `auto` means the model's, `vllm` none, as vLLM's option of this name does.
 
         Raises:
-            ModelLoadError: the file cannot be read, or has a value that no request could give.
+            ModelLoadError: the file cannot be read, or has a value that no request could give; the folder has none.
         """
-        path = model_file(model, _FILE) if source == "auto" else None
+        if source in cls.SOURCES:
+            path = model_file(model, _FILE) if source == "auto" else None
+        else:
+            path = Path(source) / _FILE
+            if not path.is_file():
+                raise ModelLoadError(f"generation_config is {source!r}; it must be auto, vllm or a folder with {_FILE}")
         if path is None:
             return cls()
         try:

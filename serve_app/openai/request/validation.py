@@ -46,9 +46,10 @@ class RequestLimits:
     all prompts, times `n`, times one more than the alternatives per position."""
     max_logprobs: int = setting(20, ge=0)
     """Most alternatives per position (`logprobs`, `top_logprobs`) that a request may ask for."""
-    generation_config: Literal["auto", "vllm"] = setting("auto")
+    generation_config: str = setting("auto")
     """Source of temperature, top_p, top_k, min_p and repetition_penalty where a request does not give them. auto: the
-    model's generation_config.json, and the API's defaults for what is missing there; vllm: the API's defaults."""
+    model's generation_config.json, and the API's defaults for what is missing there; vllm: the API's defaults; a
+    folder: its generation_config.json in place of the model's."""
 
     unknown_fields: Literal["ignore", "refuse"] = setting("ignore")
     """Treatment of a body's fields that no API of this server has, such as `cache_control`. ignore: they change

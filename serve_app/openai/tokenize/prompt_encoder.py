@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
 
 from replicas.errors import InvalidRequest
@@ -24,6 +25,7 @@ from serve_app.openai.tools.response_template import described_family
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_PROBE = "headway_probe"
 _RESERVED = frozenset({
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize",
@@ -82,12 +84,23 @@ class PromptEncoder:
     Pickled, it is the name of its model; each process loads that once.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, name: str, tool_call_parser: str | None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        name: str,
+        tool_call_parser: str | None = None,
+        chat_template: str | None = None,
+    ) -> None:
         """Create the encoder; `tool_call_parser` names the family of the chat template. None: it is found.
 
+        `chat_template` is a file, or the name of one of the model's templates, in place of the model's.
+
         Raises:
-            ValueError: there is no family of this name.
+            ValueError: there is no family or template of this name, or the template does not show a user's message.
+            OSError: the file cannot be read.
         """
+        if chat_template is not None:
+            tokenizer.chat_template = _template(tokenizer, chat_template)
         backend: Tokenizer = tokenizer.backend_tokenizer
         # A tokenizer file may switch on truncation and padding; both would silently change prompts.
         backend.no_truncation()
@@ -96,7 +109,7 @@ class PromptEncoder:
         """The tokenizer as transformers has it, with its chat template."""
         self._tokenizer = backend
         self._name = name
-        self._tool_call_parser = tool_call_parser
+        self._forms = (tool_call_parser, chat_template)
         self._max_token_chars = max(map(len, backend.get_vocab()))
         vocab_size = vocab_size_of(name)
         self.added = {
@@ -107,15 +120,17 @@ class PromptEncoder:
         """Ids of the added tokens that the model can generate, and which of them are special."""
         self.family = self._family_of(tool_call_parser, self.added)
         """Family of the chat template: the form of calls and reasoning."""
+        if chat_template is not None:
+            self._check_template(chat_template)
 
     @classmethod
-    def load(cls, model: str, tool_call_parser: str | None = None) -> PromptEncoder:
+    def load(cls, model: str, tool_call_parser: str | None = None, chat_template: str | None = None) -> PromptEncoder:
         """Load the tokenizer of `model`, a directory or hub id."""
-        return cls(load_tokenizer(model), model, tool_call_parser)
+        return cls(load_tokenizer(model), model, tool_call_parser, chat_template)
 
-    def __reduce__(self) -> tuple[Callable[[str, str | None], PromptEncoder], tuple[str, str | None]]:
+    def __reduce__(self) -> tuple[Callable[..., PromptEncoder], tuple[str | None, ...]]:
         """Return the function that gives another process its encoder of the same model, and the arguments."""
-        return encoder_of, (self._name, self._tool_call_parser)
+        return encoder_of, (self._name, *self._forms)
 
     def encode_chat(
         self,
@@ -193,6 +208,17 @@ class PromptEncoder:
             refusal = f"the model's chat template refuses the messages: {shortened(str(reason))}"
             raise InvalidRequest(refusal, "messages") from None
 
+    def _check_template(self, name: str) -> None:
+        """Render a user's message with the template `name`, and find it in the text."""
+        try:
+            text = self._probe([{"role": "user", "content": _PROBE}], [])
+        except Exception as error:  # A template is a program of the operator's: it may raise anything.
+            line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
+            reason = f"{type(error).__name__}: {shortened(str(error))}{line}"
+            raise ValueError(f"chat_template {name} cannot render a user's message: {reason}") from None
+        if _PROBE not in text:
+            raise ValueError(f"chat_template {name} leaves out a user's message; it must write `messages`")
+
     def _probe(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         return self._apply_template(messages, tools=tools or None, add_generation_prompt=True)
 
@@ -229,6 +255,17 @@ class PromptEncoder:
 
 
 @functools.cache
-def encoder_of(model: str, tool_call_parser: str | None) -> PromptEncoder:
+def encoder_of(model: str, tool_call_parser: str | None, chat_template: str | None = None) -> PromptEncoder:
     """Return this process's encoder of a model; it is loaded once."""
-    return PromptEncoder.load(model, tool_call_parser)
+    return PromptEncoder.load(model, tool_call_parser, chat_template)
+
+
+def _template(tokenizer: PreTrainedTokenizerFast, name: str) -> str:
+    """Return the text of a chat template: that of a file, or one of the model's by its name."""
+    if Path(name).is_file():
+        return Path(name).read_text(encoding="utf-8")
+    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if name not in own:
+        choice = f"a file or one of {', '.join(sorted(own))}" if own else "a file: the model has no named templates"
+        raise ValueError(f"chat_template is {name!r}; it must be {choice}")
+    return str(own[name])

@@ -44,15 +44,6 @@ class PromptTokenizer:
         self.marker_token_ids = tuple(sorted(special[token] for token in self.family.visible_tokens(special)))
         """Special tokens that outputs must show, so that calls and reasoning can be parsed."""
 
-    @classmethod
-    def load(cls, model: str, workers: WorkerThreads, tool_call_parser: str | None = None) -> PromptTokenizer:
-        """Load the tokenizer of `model`, a directory or hub id.
-
-        Raises:
-            ValueError: `tool_call_parser` names no family of chat templates.
-        """
-        return cls(PromptEncoder.load(model, tool_call_parser), workers)
-
     async def encode_chat(
         self,
         turns: ChatTurns,

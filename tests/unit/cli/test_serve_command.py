@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
-from serve_app.cli.config_options import read_config, read_config_file, with_config_options
 from serve_app.cli.main import app
+from serve_app.cli.options.config_options import read_config, read_config_file, with_config_options
+from serve_app.cli.options.serve_command import ServeCommand, with_dashes
 from serve_app.cli.serve import is_loopback
 from serve_app.cli.server.ports import Address, reserved
 from serve_app.config import HeadwayConfig
@@ -70,6 +71,7 @@ def test_an_open_port_without_keys_is_warned_of_once(tmp_path: Path) -> None:
         (["a-model", "--model", "b-model"], "model is given twice"),
         (["--max-num-batched-tokens", "32"], "max_num_batched_tokens (32) must exceed max_num_seqs (32)"),
         (["model=/no/such/model"], "there is no directory /no/such/model"),
+        (["model=README.md"], "README.md is a file and no checkpoint; name a directory, a .gguf file or a hub id"),
     ],
 )
 def test_a_mistake_in_an_argument_is_refused(arguments: list[str], message: str) -> None:
@@ -109,6 +111,9 @@ def read_by_the_command(*arguments: str) -> HeadwayConfig:
     """Return the configuration of a command line."""
     read: list[HeadwayConfig] = []
 
+    program = typer.Typer()
+
+    @program.command(cls=ServeCommand, context_settings={"token_normalize_func": with_dashes})
     @with_config_options
     def command(
         fields: dict[str, Any],
@@ -118,15 +123,13 @@ def read_by_the_command(*arguments: str) -> HeadwayConfig:
     ) -> None:
         read.append(read_config(arguments or [], fields))
 
-    program = typer.Typer()
-    program.command()(command)
     result = CliRunner().invoke(program, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return read[0]
 
 
 def test_each_field_is_an_option_with_its_docstring() -> None:
-    shown = " ".join(CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "400"}).stdout.split())
+    shown = " ".join(CliRunner().invoke(app, ["serve", "--help-all"], env={"COLUMNS": "400"}).stdout.split())
     for name, field in HeadwayConfig.model_fields.items():
         assert f"--{name.replace('_', '-')}" in shown
         assert " ".join((field.description or "").split())[:60] in shown
@@ -137,6 +140,23 @@ def test_each_field_is_an_option_with_its_docstring() -> None:
 def test_the_option_of_a_former_setting_is_refused_with_what_replaces_it(name: str) -> None:
     refused = CliRunner().invoke(app, ["serve", f"--{name.replace('_', '-')}", "none"])
     assert (refused.exit_code, refused.stderr) == (2, f"error: {name} is no longer a setting. {REPLACED[name]}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "names"),
+    [
+        ("m --served-model-name a", "m", ("a",)),
+        ("m --served-model-name a b c --max-num-seqs 4", "m", ("a", "b", "c")),
+        ("m --served-model-name a b max_num_seqs=4", "m", ("a", "b")),
+        ("--model m --served_model_name a b", "m", ("a", "b")),
+        ("m --served-model-name a --served-model-name b", "m", ("a", "b")),
+        ("--served-model-name a m", "m", ("a",)),
+        ("--served-model-name a,b m", "m", ("a", "b")),
+    ],
+)
+def test_the_model_may_have_several_names(words: str, model: str, names: tuple[str, ...]) -> None:
+    config = read_by_the_command(*words.split())
+    assert (config.model, config.model_names) == (model, names)
 
 
 def test_options_set_fields_of_every_kind() -> None:

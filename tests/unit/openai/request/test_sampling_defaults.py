@@ -37,6 +37,16 @@ def test_vllm_means_the_defaults_of_the_api(model: Path) -> None:
     assert SamplingDefaults.load(str(model), "vllm").apply(body()).temperature == 1.0
 
 
+def test_a_folder_has_the_defaults_in_place_of_the_model(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    with pytest.raises(ModelLoadError, match=r"it must be auto, vllm or a folder with generation_config.json"):
+        SamplingDefaults.load(str(model), str(folder))
+    (folder / "generation_config.json").write_text('{"temperature": 0.3, "max_new_tokens": 9}')
+    filled = SamplingDefaults.load(str(model), str(folder)).apply(body())
+    assert (filled.temperature, filled.top_k) == (0.3, body().top_k)
+
+
 def test_a_model_without_the_file_has_no_defaults(tmp_path: Path) -> None:
     assert SamplingDefaults.load(str(tmp_path)).apply(body()).temperature == 1.0
 

@@ -16,6 +16,7 @@ from serve_app.config_page import default_text, effect_of, form_of, sections
 from serve_app.preflight.fields import ConfigError, read_fields, unknown_field
 from serve_app.settings.by_band import as_text
 from serve_app.settings.replaced import REPLACED
+from serve_app.settings.vllm_options import REFUSED, RENAMED, SHORT_FLAGS, read_vllm_options
 
 _RECEIVER = "fields"
 """Parameter of a command that receives the fields that were given."""
@@ -29,7 +30,7 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for name, parameter in signature.parameters.items() if name != _RECEIVER]
     options = [_option(name, title) for title, names in sections().items() for name in names]
-    options += map(_replaced_option, REPLACED)
+    options += [_hidden_option(name) for name in (*REPLACED, *RENAMED, *REFUSED)]
 
     @functools.wraps(command)
     def with_fields(**values: Any) -> None:
@@ -45,25 +46,33 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
 def _option(name: str, panel: str) -> inspect.Parameter:
     """Return the option of a field: a pair of flags for a yes or no, else an option with a value."""
     kinds = get_args(HeadwayConfig.model_fields[name].annotation) or (HeadwayConfig.model_fields[name].annotation,)
-    flag = "--" + name.replace("_", "-")
     kind: Any = str
     if bool in kinds:
-        flag, kind = f"{flag}/--no-{flag[2:]}", bool
+        kind = bool
     elif name == "served_model_name":
         kind = list[str]
     help_text = f"{effect_of(name)} Default: {default_text(name)}."
-    option = typer.Option(flag, help=help_text, rich_help_panel=panel, metavar=_metavar(name), show_default=False)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    option = typer.Option(
+        *_flags(name, kind), help=help_text, rich_help_panel=panel, metavar=_metavar(name), show_default=False
     )
+    return _parameter(name, kind, option)
 
 
-def _replaced_option(name: str) -> inspect.Parameter:
-    """Return the hidden option of a former setting, whose value is refused with what replaces it."""
-    option = typer.Option("--" + name.replace("_", "-"), hidden=True)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
-    )
+def _hidden_option(name: str) -> inspect.Parameter:
+    """Return the option of a former setting, or of vLLM's, which the configuration refuses or reads in its own way."""
+    kind = bool if name in REFUSED and REFUSED[name].is_flag else str
+    return _parameter(name, kind, typer.Option(*_flags(name, kind), hidden=True))
+
+
+def _flags(name: str, kind: type) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    flags = [f"{flag}/--no-{flag[2:]}" if kind is bool else flag]
+    return [*flags, SHORT_FLAGS[name]] if name in SHORT_FLAGS else flags
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    annotation = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _metavar(name: str) -> str | None:
@@ -85,6 +94,10 @@ def read_config(arguments: Iterable[str], fields: dict[str, Any]) -> HeadwayConf
     Raises:
         ConfigError: naming what is wrong.
     """
+    try:
+        read_vllm_options(fields)  # before the words: some options there have several values
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     pairs: dict[str, Any] = {}
     for name, value in map(_pair, arguments):
         if name in pairs or name in fields:
@@ -121,11 +134,12 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
         raise ConfigError(f"{path} must map fields to values, such as `max_num_seqs: 64`")
     if "applications" in content:
         raise ConfigError(f"{path} is a config file of Ray Serve: deploy it with `serve deploy`, or give its args")
-    known = {parameter.name or "" for parameter in context.command.params} - REPLACED.keys()
+    known = {parameter.name or "": getattr(parameter, "hidden", False) for parameter in context.command.params}
     given = {str(name).replace("-", "_"): value for name, value in content.items()}
     for name, value in given.items():
-        if name not in known and name not in REPLACED:
-            raise ConfigError(f"{path}: {unknown_field(name, known)}")
+        if name not in known:
+            shown = [name for name, is_hidden in known.items() if not is_hidden]
+            raise ConfigError(f"{path}: {unknown_field(name, shown)}")
         has_parts = name in HeadwayConfig.model_fields and form_of(name) is not None
         if not has_parts and (isinstance(value, dict) or (isinstance(value, list) and name != "served_model_name")):
             raise ConfigError(f"{path}: {name} must have one value")
