@@ -59,12 +59,13 @@ def build_with(
     load_backend: LoadBackend | None = None,
     make_flow: MakeFlow = late_binding_flow,
     access_log_socket: str | None = None,
+    ray_dashboard_url: str | None = None,
 ) -> serve.Application:
-    """Build the application with another engine backend or flow control, or with an access log for this terminal.
+    """Build the application with another engine backend or flow control, or for a server in the foreground.
 
     `load_backend` loads the backend of each engine; None: the model in torch. `make_flow` creates the flow control of
     each ingress and of each jobs worker. `access_log_socket` is the Unix socket that the ingresses of this machine send
-    access lines to; None: there is none.
+    access lines to; None: there is none. Their pages link to `ray_dashboard_url`; None: they do not.
     """
     config = with_gpus(config)
     model = serve.deployment(
@@ -104,7 +105,7 @@ def build_with(
     )
     # Each is bound to the settings that it reads, so that a change of others does not replace its processes.
     of_model, of_jobs = config.model_process(), config.jobs_process()
-    of_ingress = config.ingress_process(access_log_socket)
+    of_ingress = config.ingress_process(access_log_socket, ray_dashboard_url)
     model = keep_version(model, own_version(of_model))
     jobs = keep_version(jobs, own_version(of_jobs))
     ingress = keep_version(ingress, own_version(of_ingress))

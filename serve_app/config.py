@@ -314,11 +314,19 @@ class HeadwayConfig(_SettingsOfParts):
         replica = self.replica_options().with_gpus(self.num_gpus_per_replica or 0.0)
         return ModelProcess(self._name_of_model, replica, self.load_poll_period_s)
 
-    def ingress_process(self, access_log_socket: str | None = None) -> IngressProcess:
-        """Compose the settings of an ingress, which sends access lines to the given Unix socket; None: to none."""
+    def ingress_process(
+        self, access_log_socket: str | None = None, ray_dashboard_url: str | None = None
+    ) -> IngressProcess:
+        """Compose the settings of an ingress.
+
+        It sends access lines to the given Unix socket, and its pages link to Ray's dashboard; None: it does not.
+        """
+        http = replace(
+            self.ingress_settings(), access_log_socket=access_log_socket, ray_dashboard_url=ray_dashboard_url
+        )
         return IngressProcess(
             routing=self.routing_settings(),
-            http=replace(self.ingress_settings(), access_log_socket=access_log_socket),
+            http=http,
             jobs=self.jobs_settings(),
             files_url=self.jobs_files_url,
             webhook_allowed_hosts=self.webhook_allowed_hosts,

@@ -104,7 +104,7 @@ def create_api(
     gate = gate or Gate()
     endpoints += [
         ModelEndpoints(bodies, model, text.tokenizer, clock.unix()),
-        PageEndpoints(model.name, workers, has_keys=key_file is not None),
+        PageEndpoints(model.name, workers, key_file is not None, settings.ray_dashboard_url),
         OperationsEndpoints(backends, model, metrics, settings.stall_timeout_s),
         DashboardEndpoints(Snapshots(model.name, backends, registry), gate),
     ]

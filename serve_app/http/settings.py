@@ -106,6 +106,8 @@ class IngressSettings:
     access_log_socket: str | None = None
     """Unix socket that gets one line of JSON for each finished request. `headway serve` sets it and prints the lines.
     None: the lines are only in the log files of Ray Serve."""
+    ray_dashboard_url: str | None = None
+    """Address of Ray's dashboard, to which the pages link. `headway serve` sets it. None: it is not known."""
     server_sets_request_id: bool = False
     """True: the HTTP server, as Ray Serve's does, writes the request's `x-request-id` on every response. False: this
     application writes it."""

@@ -79,6 +79,8 @@ class Welcome(TypedDict):
     model: str
     links: dict[str, str]
     """Path of each page, by its subject."""
+    ray_dashboard: str | None
+    """Address of Ray's dashboard, if this server knows it."""
 
 
 @described

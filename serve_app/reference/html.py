@@ -1,9 +1,8 @@
-"""Pages of the API reference as HTML; they load nothing from other places."""
+"""Page of the API reference as HTML."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -23,11 +22,6 @@ _BOUNDS = {
 }
 _MAX_SHOWN_LIMIT = 2**53
 """Bounds beyond it are those of 64-bit numbers, which no reader needs."""
-
-
-def welcome_page(model_name: str, version: str, url: str, links: Mapping[str, str]) -> str:
-    """Return the page that says what this server is; `url` is its address, without a path."""
-    return _environment().get_template("welcome.html").render(model=model_name, version=version, url=url, links=links)
 
 
 def reference_page(document: JsonObject) -> str:

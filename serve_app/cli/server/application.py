@@ -37,18 +37,19 @@ class ApplicationFailed(Exception):
     """Failure of the application to start or to run; the message is the reason."""
 
 
-def deploy(config: HeadwayConfig, address: Address, access_log_socket: str | None) -> None:
+def deploy(config: HeadwayConfig, address: Address, access_log_socket: str | None, ray_dashboard_url: str) -> None:
     """Start Serve on the cluster of this process, and deploy the application; replicas and proxies may start later.
 
     Serve's HTTP servers listen at `address`, and the ingresses behind HAProxy on the same host. The ingresses send
-    access lines to `access_log_socket`; None: to none.
+    access lines to `access_log_socket`; None: to none. Their pages link to `ray_dashboard_url`.
     """
     from ray import serve
     from ray.exceptions import RayActorError
 
     from serve_app.app import build_with
 
-    target = serve.RunTarget(build_with(config, access_log_socket=access_log_socket), name=NAME)
+    built = build_with(config, access_log_socket=access_log_socket, ray_dashboard_url=ray_dashboard_url)
+    target = serve.RunTarget(built, name=NAME)
     with ThreadPoolExecutor(1, "serve-start") as executor:
         # Serve's start waits for its proxies. The application needs only the controller, which is there at once.
         started = executor.submit(serve.start, http_options={"host": address.host, "port": address.port})

@@ -123,7 +123,7 @@ class Server:
                 access = AccessLines(Path(access_log_socket), self._options.log_format, terminal.out.write)
                 stack.enter_context(contextlib.closing(access))
             steps.begin(f"Starting {config.model_name}: replicas ...")
-            application.deploy(config, options.serve_address, access_log_socket)
+            application.deploy(config, options.serve_address, access_log_socket, cluster.dashboard_url)
             log = Tail(self._log_path)
             application.wait_until_ready(
                 self._options.url, self._limits.stall_s, lambda: self._pause_in_start(steps, log)

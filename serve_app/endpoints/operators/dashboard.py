@@ -1,4 +1,4 @@
-"""Dashboard: the page, and the events that feed it and `headway top`."""
+"""Dashboard: the events that feed its page and `headway top`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
-from importlib.resources import files
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,12 +31,6 @@ _NUM_TENANTS = 8
 _LATENCY_WINDOW_S = 300.0
 _JOBS_PERIOD_S = 5.0
 _JOBS_LIMIT_S = 2.0
-_HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",
-}
 
 
 class Snapshots:
@@ -106,29 +99,10 @@ class Snapshots:
 
 
 class DashboardEndpoints:
-    """Endpoints of the dashboard; the page needs no key, and asks for the operator's, which its events need."""
+    """Endpoint of the dashboard's events."""
 
     def __init__(self, snapshots: Snapshots, gate: Gate) -> None:
         self._feed = LiveFeed(snapshots.make, lambda: gate.is_open)
-        folder = files("serve_app") / "dashboard"
-        self._page, self._script, self._style = [
-            (folder / f"dashboard.{suffix}").read_bytes() for suffix in ("html", "js", "css")
-        ]
-
-    @Operation("GET", "/dashboard", "Server", other_answers={"text/html": ()}, access=Access.OPEN)
-    async def page(self, request: Request) -> Response:
-        """Show the dashboard; with API keys it asks for an operator's."""
-        return Response(self._page, headers=_HEADERS, media_type="text/html")
-
-    @Operation("GET", "/dashboard/dashboard.js", "Server", other_answers={"text/javascript": ()}, access=Access.OPEN)
-    async def script(self, request: Request) -> Response:
-        """Return the dashboard's script."""
-        return Response(self._script, headers=_HEADERS, media_type="text/javascript")
-
-    @Operation("GET", "/dashboard/dashboard.css", "Server", other_answers={"text/css": ()}, access=Access.OPEN)
-    async def style(self, request: Request) -> Response:
-        """Return the dashboard's style."""
-        return Response(self._style, headers=_HEADERS, media_type="text/css")
 
     @Operation(
         "GET",

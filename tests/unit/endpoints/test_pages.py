@@ -12,7 +12,10 @@ from serve_app.reference.words import ANSWER_HEADERS, FAILURES, REQUEST_HEADERS
 from testkit.http.api import MODEL, Api, MakeApi
 from testkit.http.scripted_dispatcher import write_keys
 
-PAGES = ("/", "/docs", "/openapi.json", "/version")
+OPEN = ("/", "/docs", "/dashboard", "/openapi.json", "/version", "/pages/{name}")
+PAGES = ("/", "/dashboard", "/docs")
+BROWSER = {"accept": "text/html,*/*;q=0.8"}
+MAX_CHAT_BYTES = 40_000
 ENDLESS = "/dashboard/events"
 """Path of a stream without an end, for which the client in this process would wait."""
 API_PAGE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
@@ -58,17 +61,56 @@ async def test_a_key_is_required_where_the_document_says(make_api: MakeApi, tmp_
                 response = await api.http.request(method, re.sub("{.*}", "x", path))
                 assert (response.status_code == 401) == bool(operation["security"]), path
             keyed |= {path} if operation["security"] else set()
-    assert not keyed & {*PAGES, "/health", "/health/live", "/health/ready"}
+    assert not keyed & {*OPEN, "/health", "/health/live", "/health/ready"}
     assert {"/v1/models", "/metrics", "/load"} <= keyed if with_keys else not keyed
 
 
-@pytest.mark.parametrize("path", ["/", "/docs"])
-async def test_a_page_loads_nothing_from_elsewhere(api: Api, path: str) -> None:
-    response = await api.http.get(path, headers={"accept": "text/html,*/*;q=0.8"})
-    assert response.headers["content-type"] == "text/html; charset=utf-8"
-    assert "default-src 'none'" in response.headers["content-security-policy"]
-    assert "<script" not in response.text and "src=" not in response.text
-    assert all(link.startswith(("/", "#")) for link in re.findall('href="([^"]*)"', response.text))
+async def files_of(api: Api, path: str) -> dict[str, str]:
+    """Return the text of a page, and those of its scripts and styles, by their paths."""
+    page = (await api.http.get(path, headers=BROWSER)).text
+    loaded = re.findall(r'<(?:script src|link rel="stylesheet" href)="([^"]+)"', page)
+    return {path: page} | {each: (await api.http.get(each)).text for each in loaded}
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_a_page_needs_no_key_and_loads_nothing_from_elsewhere(
+    make_api: MakeApi, tmp_path: Path, path: str
+) -> None:
+    api = make_api(settings={"api_key_file": write_keys(tmp_path, "acme")})
+    texts = await files_of(api, path)
+    for each, text in texts.items():
+        response = await api.http.get(each, headers=BROWSER)
+        assert response.status_code == 200
+        assert "default-src 'none'; script-src 'self'" in response.headers["content-security-policy"]
+        assert "innerHTML" not in text and "onclick" not in text and " style=" not in text
+        assert "<script>" not in text and "src=\"http" not in text and "url(" not in text
+    page = texts[path]
+    assert all(link.startswith(("/", "#", "data:,")) for link in re.findall('(?:href|src)="([^"]*)"', page))
+    assert {'href="/"', 'href="/dashboard"', 'href="/docs"'} <= set(re.findall('href="[^"]*"', page))
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_every_element_that_a_script_uses_is_on_its_page(api: Api, path: str) -> None:
+    texts = await files_of(api, path)
+    used = {name for text in texts.values() for name in re.findall(r'\$\("([\w-]+)"\)', text)}
+    assert used <= set(re.findall(r'id="([\w-]+)"', texts[path]))
+
+
+async def test_the_chat_page_is_small(api: Api) -> None:
+    texts = await files_of(api, "/")
+    assert len(texts) == 6
+    assert sum(len(text.encode()) for text in texts.values()) < MAX_CHAT_BYTES
+
+
+@pytest.mark.parametrize("name", ["chat.html", "unknown.js", "..%2Fapp.py", "."])
+async def test_no_other_file_is_served(api: Api, name: str) -> None:
+    assert (await api.http.get(f"/pages/{name}")).status_code == 404
+
+
+async def test_the_address_of_rays_dashboard_is_told_where_it_is_known(make_api: MakeApi) -> None:
+    for url in (None, "http://127.0.0.1:8265"):
+        api = make_api(settings={"ray_dashboard_url": url})
+        assert (await api.http.get("/")).json()["ray_dashboard"] == url
 
 
 async def test_links_of_the_reference_lead_to_its_parts(api: Api) -> None:
@@ -80,20 +122,13 @@ async def test_links_of_the_reference_lead_to_its_parts(api: Api) -> None:
         assert route.replace(" ", "") in targets
 
 
-async def test_the_first_page_leads_to_pages_that_answer(api: Api) -> None:
+async def test_the_first_answer_leads_to_pages_that_answer(api: Api) -> None:
     welcome = (await api.http.get("/")).json()
     assert (welcome["name"], welcome["model"]) == ("headway", MODEL)
-    page = (await api.http.get("/", headers={"accept": "text/html"})).text
-    assert MODEL in page
+    docs = (await api.http.get("/docs")).text
     for path in welcome["links"].values():
         assert (await api.http.get(path)).status_code == 200
-        assert f'href="{path}"' in page
-
-
-async def test_a_model_name_is_text_in_the_page(make_api: MakeApi) -> None:
-    api = make_api(settings={"served_model_name": "<b>'&"})
-    page = (await api.http.get("/", headers={"accept": "text/html"})).text
-    assert "<b>" not in page and "&lt;b&gt;" in page
+        assert f'id="GET{path}"' in docs
 
 
 async def test_the_version_is_that_of_server_and_engine(api: Api) -> None:

@@ -17,7 +17,7 @@ from testkit.http.api import MODEL, MakeApi, operations_of, refusal
 from testkit.limits import LIMIT_S
 
 OPEN = {"/", "/docs", "/openapi.json", "/version", "/health", "/health/live", "/health/ready"}
-OPEN |= {"/dashboard", "/dashboard/dashboard.js", "/dashboard/dashboard.css"}
+OPEN |= {"/dashboard", "/pages/{name}"}
 
 
 @pytest.fixture

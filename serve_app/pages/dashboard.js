@@ -16,24 +16,11 @@ const NUM_BATCHES = 3;
 const SILENCE_MS = 5000;
 const RETRY_MS = 2000;
 const SVG = "http://www.w3.org/2000/svg";
-const $ = id => document.getElementById(id);
-
-function element(name, className, text) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
 
 function shape(name, attributes) {
   const made = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   return made;
-}
-
-// Text changes only where it differs, so that a selection and a screen reader stay where they are.
-function put(node, text) {
-  if (node.textContent !== text) node.textContent = text;
 }
 
 const plain = new Intl.NumberFormat("en");
@@ -50,29 +37,6 @@ function milliseconds(value) {
 
 const seconds = value => milliseconds(value === null || value === undefined ? null : value * 1000);
 const words = name => name.replaceAll("_", " ");
-
-// Bring the children of a node in line with the items: an item keeps its element, and with it focus and openness.
-function list(container, items, keyOf, make, update) {
-  const old = new Map();
-  for (const child of Array.from(container.children)) {
-    if (old.has(child.dataset.key)) child.remove();
-    else old.set(child.dataset.key, child);
-  }
-  let place = container.firstElementChild;
-  for (const item of items) {
-    const key = String(keyOf(item));
-    let child = old.get(key);
-    old.delete(key);
-    if (!child) {
-      child = make(item);
-      child.dataset.key = key;
-    }
-    if (child !== place) container.insertBefore(child, place);
-    else place = place.nextElementSibling;
-    update(child, item);
-  }
-  for (const child of old.values()) child.remove();
-}
 
 function facts(container, pairs) {
   list(container, pairs, pair => pair[0], pair => {
@@ -290,42 +254,32 @@ function connection(text, isBad) {
   $("connection").className = isBad ? "bad" : "";
 }
 
-function askForKey(message) {
-  $("key-form").hidden = false;
-  $("main").hidden = true;
-  put($("key-error"), message);
-  connection("needs a key", false);
-  $("key").focus();
-}
-
-// EventSource cannot send a key, so the stream is read by fetch.
 async function read(response, abort) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const silent = setTimeout(() => abort.abort(), SILENCE_MS);
-    const {value, done} = await reader.read().finally(() => clearTimeout(silent));
-    if (done) return;
-    const events = (rest + value).split("\n\n");
-    rest = events.pop();
-    const data = events.filter(event => event.startsWith("data: ")).pop();
-    if (!data) continue;
-    show(JSON.parse(data.slice(6)));
+  let silent = setTimeout(() => abort.abort(), SILENCE_MS);
+  for await (const events of eventsOf(response)) {
+    clearTimeout(silent);
+    silent = setTimeout(() => abort.abort(), SILENCE_MS);
+    if (!events.length) continue;
+    show(JSON.parse(events.pop()));
     connection(`live, ${new Date(latest.time_unix_s * 1000).toLocaleTimeString()}`, false);
   }
 }
 
+async function askForOperatorsKey(error) {
+  const hadKey = "authorization" in withKey(KEY);
+  connection("needs a key", false);
+  await askForKey(KEY, "This server has API keys. The dashboard needs an operator's:", hadKey ? error : "");
+}
+
 async function connect() {
-  const key = sessionStorage.getItem(KEY), abort = new AbortController();
+  const abort = new AbortController();
   try {
-    const headers = key ? {authorization: `Bearer ${key}`} : {};
-    const response = await fetch("/dashboard/events", {headers, signal: abort.signal, cache: "no-store"});
+    const response = await fetch("/dashboard/events", {headers: withKey(KEY), signal: abort.signal, cache: "no-store"});
     if (response.status === 401 || response.status === 403) {
-      sessionStorage.removeItem(KEY);
-      return askForKey(key ? (await response.json()).error.message : "");
+      await askForOperatorsKey(await errorOf(response));
+      return connect();
     }
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    $("key-form").hidden = true;
+    if (!response.ok) throw new Error(await errorOf(response));
     await read(response, abort);
     connection("the server has ended the stream; trying again", true);
   } catch (error) {
@@ -334,13 +288,6 @@ async function connect() {
   setTimeout(connect, RETRY_MS);
 }
 
-$("key-form").addEventListener("submit", event => {
-  event.preventDefault();
-  sessionStorage.setItem(KEY, $("key").value.trim());
-  $("key").value = "";
-  connect();
-});
-
 for (const group of Object.keys(GROUPS)) {
   const made = element("li"), swatch = shape("svg", {viewBox: "0 0 12 12", "aria-hidden": "true"});
   swatch.append(shape("rect", {width: 12, height: 12, rx: 2, class: group}));
@@ -348,3 +295,4 @@ for (const group of Object.keys(GROUPS)) {
   $("legend").append(made);
 }
 connect();
+describeServer();
