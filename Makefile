@@ -1,5 +1,5 @@
 # Targets that need .venv create it, and update it after a change of pyproject.toml or constraints.txt.
-.PHONY: venv serve test pytest test-deep lint bench gpu-check
+.PHONY: venv serve test pytest test-deep lint site bench gpu-check
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -54,6 +54,13 @@ pytest: $(STAMP)
 test-deep: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or deep' $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/model/interpreted --numprocesses 2 --deep -m deep $(ARGS)
+
+# The site of docs/, in site/. A link that leads nowhere fails the build.
+site: $(BIN)/zensical
+	$(BIN)/zensical build --strict --clean
+
+$(BIN)/zensical: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt zensical
 
 bench: $(STAMP)
 	$(BIN)/python -m bench $(ARGS)
