@@ -1,6 +1,6 @@
 # Targets that need .venv create it, and update it after a change of pyproject.toml or constraints.txt. `make serve` needs
 # the service alone; the others add the tools of developers.
-.PHONY: help venv serve test pytest test-deep lint bench gpu-check
+.PHONY: help venv serve test pytest test-deep lint site bench gpu-check
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -58,6 +58,13 @@ pytest: $(DEV_STAMP)  ## the tests alone; ARGS names some
 test-deep: $(DEV_STAMP)  ## random worlds and slow tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or deep' $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/model/interpreted --numprocesses 2 --deep -m deep $(ARGS)
+
+# A link that leads nowhere fails the build.
+site: $(BIN)/zensical  ## the site of docs/, in site/
+	$(BIN)/zensical build --strict --clean
+
+$(BIN)/zensical: $(DEV_STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt zensical
 
 bench: $(DEV_STAMP)  ## measurements; ARGS names one
 	$(BIN)/python -m bench $(ARGS)

@@ -128,8 +128,8 @@ class HeadwayConfig(_SettingsOfParts):
     min_replicas: int | None = Field(default=None, ge=0)
     """Fewest model replicas. None: `num_replicas`; 0: no replica runs while there is no work."""
     max_replicas: int | None = Field(default=None, ge=1)
-    """Most model replicas; their number follows the load if this exceeds the fewest. None: as many as there are GPUs
-    for, without GPUs `num_replicas`."""
+    """Most model replicas; their number follows the load if this exceeds the fewest. None: with GPUs as many as the
+    cluster's GPUs are enough for, without GPUs `num_replicas`."""
     num_gpus_per_replica: float | None = Field(default=None, ge=0)
     """GPUs that Ray reserves for a model replica; of less than 1, replicas share a GPU and its memory. None: 1 if the
     cluster has GPUs, else 0."""

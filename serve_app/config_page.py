@@ -14,19 +14,41 @@ from serve_app.settings.by_band import FORMS
 
 _INTRODUCTION = """# Configuration
 
-Each field is an option of `headway serve`, such as `--max-num-seqs 64` for `max_num_seqs`, and a line of its `--config`
-file. It can also be given as `key=value` to `make serve ARGS=` and `serve run headway:build`, or under `args:` in
-a config file of Serve. Unknown fields, values outside their limits and contradictions are refused at start-up. A size
-is a number of bytes, also with a unit: `2GiB`. This page is made from the code:
-`python -m serve_app.config_page > docs/configuration.md`.
+Most servers need only these ten fields:
+
+| field | set it |
+|---|---|
+"""
+IMPORTANT = {
+    "model": "to serve your own model",
+    "max_model_len": "when prompts are shorter than the model allows: each sequence then needs less KV cache",
+    "max_num_seqs": "higher for more tokens a second, lower for faster streams",
+    "kv_cache_bytes": "on a CPU, when requests wait although slots are free",
+    "gpu_memory_utilization": "on a GPU, when another program uses its memory, too",
+    "num_replicas": "to the number of GPUs or machines that the model has",
+    "max_replicas": "when the number of replicas is to follow the load",
+    "slo": "when interactive streams are too slow beside batches",
+    "api_key_file": "as soon as others can reach the port",
+    "data_dir": "when files, batches and jobs belong on another disk",
+}
+"""Fields that most servers need, and when to set each."""
+_FORMS = """
+A field is an option of `headway serve` (`--max-num-seqs 64`), a line of its `--config` file (`max_num_seqs: 64`), and a
+line under `args:` in a config file of Serve. `make serve ARGS=` and `serve run --name headway headway:build` take
+`max_num_seqs=64`. A start refuses unknown fields, values outside their limits, and fields that contradict each other. A
+size is a number of bytes, or has a unit: `2GiB`.
+
+This page is made from the code: `python -m serve_app.config_page > docs/configuration.md`.
 """
 _KINDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "`true`, `false`", "null": "`none`"}
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
 
 
 def page() -> str:
-    """Return the page: one table of fields for the deployment and one for each part."""
-    return "\n".join([_INTRODUCTION, *(line for title, names in sections().items() for line in _section(title, names))])
+    """Return the page: the fields that most servers need, then one table for the deployment and for each part."""
+    important = "\n".join(f"| `{name}` | {purpose} |" for name, purpose in IMPORTANT.items())
+    tables = (line for title, names in sections().items() for line in _section(title, names))
+    return "\n".join([f"{_INTRODUCTION}{important}\n{_FORMS}", *tables])
 
 
 def sections() -> dict[str, list[str]]:

@@ -3,7 +3,9 @@
 The model ends by itself, so everything that a grammar binds here is also what the model writes.
 """
 
+import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions
 from serve_app.http_app import IngressSettings
 from testkit.http.local_service import local_service
+from testkit.limits import LIMIT_S
 from testkit.model.scripted_checkpoint import Script, write_scripted_checkpoint
+from tests.service.test_documents import MODEL as DOCUMENTED_MODEL
+from tests.service.test_documents import ROOT, URL, blocks_of
 
 MODEL = "scripted"
 ANSWER = "It is sunny in Paris, with 18 degrees."
@@ -151,3 +156,11 @@ async def test_a_call_follows_the_reasoning_of_a_channel(client: openai.AsyncOpe
     assert reply.message.reasoning == "They want the time."
     [call] = reply.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_time", {"city": "New York"})
+
+
+async def test_the_documented_call_prints_what_the_document_shows(client: openai.AsyncOpenAI) -> None:
+    (_, program), (_, output) = list(blocks_of(ROOT / "docs" / "tools.md"))[:2]
+    program = program.replace(f"{URL}/v1", str(client.base_url)).replace(DOCUMENTED_MODEL, MODEL)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(LIMIT_S):
+        assert (await process.communicate())[0].decode() == output

@@ -16,7 +16,7 @@ from replicas.settings import settings_of
 from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
 from serve_app.config import PARTS, HeadwayConfig
-from serve_app.config_page import page
+from serve_app.config_page import IMPORTANT, page
 from serve_app.settings.replaced import REPLACED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,6 +156,7 @@ def test_each_setting_is_declared_once():
 def test_docs_configuration_is_generated_from_the_code():
     written = (ROOT / "docs" / "configuration.md").read_text()
     assert written == page(), "python -m serve_app.config_page > docs/configuration.md"
+    assert len(IMPORTANT) == 10 and IMPORTANT.keys() <= HeadwayConfig.model_fields.keys()
 
 
 @pytest.mark.parametrize("value", [None, "none", 1024])
