@@ -123,10 +123,14 @@ def shown(value: object) -> str:
     return shortened(json.dumps(value, ensure_ascii=False))
 
 
-def route_not_found(method: str, path: str) -> HttpError:
-    """Return the 404 for a path without a route; under /v1/ its message says that the endpoint is not supported."""
-    if path.startswith("/v1/"):
+def route_not_found(method: str, path: str, hint: str | None = None) -> HttpError:
+    """Return the 404 for a path without a route; `hint` says what to use in place of a path of another API.
+
+    Under /v1/ and with a hint the message says that the endpoint is not supported.
+    """
+    if path.startswith("/v1/") or hint is not None:
         message = f"{shortened(method)} {shortened(path)} is not supported by this server"
+        message += "" if hint is None else f": {hint}"
         return HttpError(ErrorReply(404, message, "not_found_error", "unsupported_endpoint"))
     return HttpError(ErrorReply(404, f"no route matches {shortened(path)}", "not_found_error", "not_found"))
 

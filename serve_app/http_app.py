@@ -37,6 +37,7 @@ from serve_app.http.bodies import BodyReader
 from serve_app.http.exchange import error_response, exchange_of
 from serve_app.http.exchange_middleware import ExchangeMiddleware, ExchangeObservers
 from serve_app.http.gate import Gate, GateMiddleware
+from serve_app.http.other_apis import hint_for
 from serve_app.http.request_registry import RequestRegistry
 from serve_app.http.settings import IngressSettings
 from serve_app.http.unread_bodies import UnreadBodyMiddleware
@@ -188,7 +189,7 @@ def _as_error_object(request: Request, error: Exception) -> Exception:
         return error
     method, path = exchange_of(request).method, request.url.path
     if error.status_code == 404:
-        return route_not_found(method, path)
+        return route_not_found(method, path, hint_for(path))
     if error.status_code == 405:
         return method_not_allowed(method, path, _allowed_methods(request))
     return http_failure(error.status_code, error.detail, list((error.headers or {}).items()))

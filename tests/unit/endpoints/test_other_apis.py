@@ -1,0 +1,70 @@
+"""Each endpoint of other servers is answered, or refused with what to use in its place.
+
+`python -m tests.unit.endpoints.test_other_apis` prints the table.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from serve_app.http.other_apis import OTHER_APIS, hint_for
+from testkit.http.api import Api, MakeApi, refusal
+
+LINES = Path(__file__).with_name("other_endpoints.txt").read_text().splitlines()
+ENDPOINTS = [tuple(line.split()) for line in LINES if not line.startswith("#")]
+HINTS = {hint for hints in OTHER_APIS.values() for hint in hints.values()}
+
+
+@pytest.mark.parametrize(("method", "path"), ENDPOINTS)
+async def test_an_endpoint_is_answered_or_refused_with_a_hint(make_api: MakeApi, method: str, path: str) -> None:
+    response = await make_api().http.request(method, path)
+    if method == "HEAD":
+        assert response.status_code == 404
+        return
+    code = response.json()["error"]["code"] if response.status_code in (404, 405) else None
+    if code in ("unsupported_endpoint", "not_found", "method_not_allowed"):
+        assert refusal(response)[:2] == (404, "unsupported_endpoint")
+        hint = hint_for(path)
+        assert hint is not None and response.json()["error"]["message"].endswith(f"by this server: {hint}")
+
+
+def test_many_endpoints_have_their_place() -> None:
+    assert len(set(ENDPOINTS)) == len(ENDPOINTS) > 60
+    refused = {path for hints in OTHER_APIS.values() for path in hints}
+    beginnings = {"/".join(path.split("/")[:end]) for _, path in ENDPOINTS for end in range(2, 9)}
+    assert refused - beginnings <= {"/v1/fine-tunes", "/responses", "/batches", "/files", "/models/unload", "/api",
+                                    "/get_tokenizer_info"}  # fmt: skip
+
+
+@pytest.mark.parametrize("hint", sorted(HINTS))
+async def test_what_a_hint_names_exists(api: Api, hint: str) -> None:
+    for method, path in re.findall(r"\b(GET|POST) (/[\w/{}]+)", hint):
+        routes = (await api.http.get("/openapi.json")).json()["paths"]
+        assert method.lower() in routes[path]
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/api/chat", "it is Ollama's API; use POST /v1/chat/completions"),
+        ("/v1/messages/count_tokens", "it is Anthropic's API; use POST /tokenize"),
+        ("/v1/threads/t/runs", "it is OpenAI's API; conversations are not stored"),
+        ("/apis", None),
+        ("/v1/nowhere", None),
+        ("/", None),
+    ],
+)
+def test_a_path_has_the_hint_of_its_longest_beginning(path: str, hint: str | None) -> None:
+    assert (hint_for(path) or "").startswith(hint or "") and (hint_for(path) is None) is (hint is None)
+
+
+async def test_a_stream_is_refused_in_the_same_form(api: Api) -> None:
+    body = {"model": "m", "messages": [], "stream": True}
+    refused = await api.http.post("/api/chat", json=body)
+    assert (refused.status_code, refused.headers["content-type"]) == (404, "application/json")
+
+
+if __name__ == "__main__":
+    for endpoint in ENDPOINTS:
+        print(f"{' '.join(endpoint):<42}{hint_for(endpoint[1]) or 'answered'}")
