@@ -16,8 +16,7 @@ from serve_app.cli.checks.machine_checks import Check, Status, folder_check, mac
 from serve_app.cli.checks.model_checks import diagnosis_checks
 from serve_app.cli.clients.client import KeyOption, ServerClient, ServerError, root_of
 from serve_app.config import HeadwayConfig
-from serve_app.models.default_model import DEFAULT_MODEL_NAME
-from serve_app.models.gguf import MODELS_DIRECTORY, local_checkpoint
+from serve_app.models.gguf import local_checkpoint
 
 _LEAST_JOBS_BYTES = 10**9
 _COLORS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
@@ -73,9 +72,6 @@ def _directory_of(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    cached = MODELS_DIRECTORY.expanduser() / DEFAULT_MODEL_NAME
-    if model == DEFAULT_MODEL_NAME and cached.is_dir():
-        return cached
     path = HeadwayConfig(model=local_checkpoint(model)).model_path
     if Path(path).is_dir():
         return Path(path)

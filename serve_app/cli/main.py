@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+_PACKAGE = "headway-serve"
 _COMMANDS = {
     "serve": "serve_app.cli.serve:app",
     "check": "serve_app.cli.check:check",
@@ -41,7 +43,12 @@ class LazyCommands(TyperGroup):
         if cmd_name not in _COMMANDS:
             return None
         module, _, attribute = _COMMANDS[cmd_name].partition(":")
-        target = getattr(import_module(module), attribute)
+        try:
+            target = getattr(import_module(module), attribute)
+        except ImportError as error:
+            remedy = f"install the libraries again: `make venv`, or `pip install --force-reinstall {_PACKAGE}`"
+            print(f"error: {error}; {remedy}", file=sys.stderr)
+            raise typer.Exit(1) from None
         if not isinstance(target, typer.Typer):
             single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             single.command(cmd_name)(target)
@@ -68,7 +75,7 @@ app = typer.Typer(
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
-        print(f"headway {version('headway-serve')}")
+        print(f"headway {version(_PACKAGE)}")
         raise typer.Exit
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +11,7 @@ from rich.filesize import decimal
 from replicas.errors import ModelLoadError
 from serve_app.cli.clients.terminal import date_text, fail, print_table
 from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
+from serve_app.preflight.checkpoint import local_directory
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Models in the caches of this machine.")
 
@@ -45,12 +45,12 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove models from the disk."""
-    from serve_app.models.cache import cached_models
+    from serve_app.models.cache import cached_models, nearest
 
     known = {model.name: model for model in cached_models()}
     unknown = [name for name in names if name not in known]
     if unknown:
-        fail(f"there is no model {', '.join(unknown)} in the caches; `headway models list` names them")
+        fail(f"there is no model {', '.join(unknown)} in the caches{nearest(unknown[0])}")
     for name in dict.fromkeys(names):
         size = decimal(known[name].num_bytes)
         if not yes:
@@ -68,10 +68,9 @@ def _directory_of(model: str) -> str:
     """Return the directory of a model after fetching or converting it."""
     if model == DEFAULT_MODEL_NAME:
         return str(default_model())
-    if Path(model).suffix == ".gguf":
-        from serve_app.models.gguf import local_checkpoint
-
-        return local_checkpoint(model)
+    directory = local_directory(model)
+    if directory is not None:
+        return str(directory)
     from serve_app.models.cache import download
 
     return download(model)

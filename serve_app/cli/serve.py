@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import shutil
 import socket
 import sys
 from enum import Enum
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.filesize import decimal
 
 from replicas.child_processes import machine_slowness, start_timeout_s
 from replicas.errors import ModelLoadError
 from replicas.model.hardware.limits import cpu_limit
+from serve_app.cli.clients.terminal import message_of
 from serve_app.cli.options.config_options import read_config, read_config_file, with_config_options
 from serve_app.cli.options.serve_command import ServeCommand, show_all, with_dashes
 from serve_app.cli.server.access_lines import LogFormat
@@ -37,6 +40,7 @@ from serve_app.preflight.machine import check_keys, check_text
 _LOOPBACK_HOSTS = "localhost,127.0.0.1,[::1]"
 _FIELDS_OF_TEXT = {"chat_template", "generation_config", "tool_call_parser"}
 """Fields whose check needs the model's tokenizer, which takes a second to load."""
+_LEAST_FREE_BYTES = 50_000_000
 _KEY_OPTION = "--api-key"
 _KEY_VARIABLE = "HEADWAY_API_KEY"
 
@@ -110,7 +114,8 @@ def serve(
             checked = held.enter_context(own_data_dir(checked, address))
             log_path = held.enter_context(new_log_file(Path(checked.data_dir) / "logs", port))
         except OSError as error:
-            _fail(f"cannot write to the data directory: {error}; name another one with data_dir=FOLDER")
+            _fail(f"cannot write to the data directory: {message_of(error)}; name another one with data_dir=FOLDER")
+        _check_space(log_path.parent)
         raise typer.Exit(run_in_own_session(lambda: Server(checked, options, limits, log_path).run()))
 
 
@@ -185,6 +190,14 @@ def _reserve(address: Address, held: contextlib.ExitStack) -> None:
         held.enter_context(reserved(address))
     except OSError as error:
         _fail(f"cannot listen on {address}: {error.strerror}; choose another port with --port (make: PORT=...)")
+
+
+def _check_space(folder: Path) -> None:
+    """Refuse a start whose log and jobs would soon find the disk full."""
+    free = shutil.disk_usage(folder).free
+    if free < _LEAST_FREE_BYTES:
+        room = f"{decimal(free)} free on its disk; the log and the jobs need {decimal(_LEAST_FREE_BYTES)}"
+        _fail(f"data_dir {folder.parent} has {room}: make room, or name another one with data_dir=FOLDER")
 
 
 def is_loopback(host: str) -> bool:

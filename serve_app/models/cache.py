@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock
 from huggingface_hub import CachedRepoInfo, CacheNotFound, HFCacheInfo, scan_cache_dir, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from replicas.errors import ModelLoadError
 from replicas.text.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
@@ -17,6 +18,8 @@ from serve_app.models.default_model import DEFAULT_MODEL_NAME
 from serve_app.models.gguf import MODELS_DIRECTORY
 
 _LOCK_LIMIT_S = 10.0
+_SIMILAR = 0.3
+"""Least similarity of names, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,22 @@ def download(hub_id: str, files: Sequence[str] = HUB_FILES) -> str:
     try:
         return snapshot_download(hub_id, allow_patterns=list(files), ignore_patterns=UNUSED_HUB_FILES)
     except HFValidationError as error:
-        raise ModelLoadError(f"{hub_id!r} is neither a directory nor a hub id: {error}") from error
+        raise ModelLoadError(f"{hub_id!r} is neither a directory nor a hub id: {error}{nearest(hub_id)}") from error
     except LocalEntryNotFoundError as error:
-        raise ModelLoadError(f"{hub_id!r} is no directory here, and the hub cannot be reached") from error
+        reason = f"{hub_id!r} is no model here, and the hub cannot be reached"
+        raise ModelLoadError(f"{reason}{nearest(hub_id)}") from error
+    except RepositoryNotFoundError as error:
+        reason = f"there is no model {hub_id!r} here or on the hub, or it needs a token (`hf auth login`)"
+        raise ModelLoadError(f"{reason}{nearest(hub_id)}") from error
     except (HfHubHTTPError, OSError) as error:
         raise ModelLoadError(f"{hub_id!r} cannot be downloaded: {str(error).strip().splitlines()[0]}") from error
+
+
+def nearest(name: str) -> str:
+    """Return the end of a sentence that names the three models of this machine whose names are most similar."""
+    names = [*(model.name for model in cached_models()), DEFAULT_MODEL_NAME]
+    similar = difflib.get_close_matches(name, dict.fromkeys(names), n=3, cutoff=_SIMILAR)
+    return f"; did you mean {', '.join(similar)}?" if similar else "; `headway models list` shows those here"
 
 
 def cached_models(directory: Path = MODELS_DIRECTORY, hub_directory: Path | None = None) -> list[CachedModel]:

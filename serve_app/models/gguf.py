@@ -21,16 +21,19 @@ _log = logging.getLogger(__name__)
 
 
 def local_checkpoint(model: str, cache: Path = MODELS_DIRECTORY) -> str:
-    """Return the directory of the converted checkpoint if `model` is a GGUF file; return any other model unchanged.
+    """Return the directory of the converted checkpoint if `model` is a GGUF file, or the name of one in the cache.
 
-    The first call for a file converts it, which takes a while. Concurrent calls on one machine wait for it.
+    Any other model is returned unchanged. The first call for a file converts it, which takes a while. Concurrent calls
+    on one machine wait for it.
 
     Raises:
         ModelLoadError: the file is missing or cannot be converted.
     """
     path = Path(model).expanduser()
     if path.suffix != ".gguf":
-        return model
+        cached = cache.expanduser() / model
+        is_name = path.name == model and not model.startswith(".") and not path.exists()
+        return str(cached) if is_name and cached.is_dir() else model
     if not path.is_file():
         raise ModelLoadError(f"there is no file {path}")
     path = path.resolve()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from replicas.errors import ModelLoadError
 from serve_app.config import HeadwayConfig
 from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
 from serve_app.models.gguf import local_checkpoint
@@ -21,7 +22,10 @@ def prepare_model(config: HeadwayConfig) -> HeadwayConfig:
         ModelLoadError: the model cannot be had, or cannot be served.
     """
     if "model" in config.model_fields_set:
-        model = None if config.model is None else _directory_of(config.model)
+        try:
+            model = None if config.model is None else _directory_of(config.model)
+        except DefaultModelUnavailable as error:
+            raise ModelLoadError(f"{DEFAULT_MODEL_NAME} cannot be fetched: {error}") from error
     else:
         model = _default_directory()
     if model is None:
@@ -52,6 +56,8 @@ def _directory_of(model: str) -> str:
     directory = local_directory(model)
     if directory is not None:
         return str(directory)
+    if model == DEFAULT_MODEL_NAME:
+        return str(default_model())
     from serve_app.models.cache import download  # only here, since its import takes a while
 
     return download(model)

@@ -31,6 +31,16 @@ _TENANT = "default"
 """Tenant of the key on the command line."""
 _POLL_PERIOD_S = 0.25
 _REASON_LENGTH = 300
+_WRITABLE = "name a folder that can be written with data_dir=FOLDER, kernel_cache_dir=FOLDER or TMPDIR"
+_REMEDIES = {
+    "No space left on device": "make room on the disk, or name other folders with data_dir=FOLDER and TMPDIR",
+    "Read-only file system": _WRITABLE,
+    "Permission denied": _WRITABLE,
+    "Address already in use": "choose another port with --port",
+    "No module named": "install the libraries again: `make venv`, or `pip install --force-reinstall headway-serve`",
+    "cannot open shared object file": "install the system's package that has the library",
+}
+"""Map from a part of an error's message to what an operator can do about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +100,15 @@ class Server:
             except (SystemExit, KeyboardInterrupt):  # reactions of Ray's own to a signal
                 self._must_stop = True
             except BaseException as error:
-                traceback.print_exc()  # into the log
+                with contextlib.suppress(OSError):  # the disk of the log may be full
+                    traceback.print_exc()  # into the log
                 reason = _reason_of(error)
             if self._ended_daemon is not None:
                 reason = f"Ray's {self._ended_daemon} has ended; accepted jobs continue at the next start"
             elif self._must_stop:
                 print("Stopped.", file=self._lines(terminal), flush=True)
                 return 0
-            print(f"The log is {self._log_path}\nerror: {reason}", file=terminal.err, flush=True)
+            print(f"error: {reason}\nThe log is {self._log_path}", file=terminal.err, flush=True)
             return 1
 
     def _lines(self, terminal: Terminal) -> TextIO:
@@ -213,12 +224,13 @@ class Server:
 
 
 def _reason_of(error: BaseException) -> str:
-    """Return one line for an error. Ray's messages are whole tracebacks, whose last line has the cause."""
+    """Return one line for an error, with a remedy. Ray's messages are tracebacks, whose last line has the cause."""
+    remedy = next((f"; {remedy}" for sign, remedy in _REMEDIES.items() if sign in str(error)), "")
     if isinstance(error, application.ApplicationFailed | Stalled):
-        return str(error)
+        return f"{error}{remedy}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
-    return cause if len(cause) <= _REASON_LENGTH else f"{cause[:_REASON_LENGTH]} ..."
+    return (cause if len(cause) <= _REASON_LENGTH else f"{cause[:_REASON_LENGTH]} ...") + remedy
 
 
 def _with_key_file(config: HeadwayConfig, api_key: str | None, folder: Path) -> HeadwayConfig:

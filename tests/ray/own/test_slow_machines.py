@@ -107,6 +107,7 @@ def test_a_part_that_never_answers_ends_the_start_with_one_line(title: str, step
             return start.process.poll() is not None
 
         wait_for(has_ended, "the start has ended", START_LIMIT_S)
-        last = start.output.read_text().splitlines()[-1]
+        reason, place = start.output.read_text().splitlines()[-2:]
         assert start.process.returncode == 1
-        assert last.startswith("error: ") and step in last and START_TIMEOUT_VARIABLE in last, last
+        assert reason.startswith("error: ") and step in reason and START_TIMEOUT_VARIABLE in reason, reason
+        assert place.startswith("The log is ")

@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from replicas.errors import ModelLoadError
 from serve_app.cli.main import app
+from serve_app.cli.server.served_model import prepare_model
 from serve_app.models.cache import cached_models
 from serve_app.models.default_model import DEFAULT_MODEL_NAME
+from serve_app.preflight.checkpoint import local_directory
+from serve_app.preflight.fields import read_fields
 
 
 @pytest.fixture
@@ -47,6 +51,22 @@ def test_pull_prints_the_directory_of_a_model_that_is_there(cache: Path) -> None
     assert models("pull").stdout == f"{cache / DEFAULT_MODEL_NAME}\n"
     missing = models("pull", "nowhere.gguf")
     assert (missing.exit_code, missing.stderr) == (1, "error: there is no file nowhere.gguf\n")
+
+
+def test_a_listed_name_is_a_model_everywhere(cache: Path) -> None:
+    for name in (DEFAULT_MODEL_NAME, "tiny-0123"):
+        assert models("pull", name).stdout == f"{cache / name}\n"
+        assert local_directory(name) == cache / name
+        with pytest.raises(ModelLoadError, match=f"{name} has no config.json"):
+            prepare_model(read_fields({"model": name}))
+
+
+def test_an_unknown_name_gets_the_nearest(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match=r"'tiny-012' is no model here, .*; did you mean tiny-0123"):
+        prepare_model(read_fields({"model": "tiny-012"}))
+    assert "did you mean tiny-0123" in models("rm", "tiny-01", "--yes").stderr
+    assert "`headway models list` shows those here" in models("rm", "@@", "--yes").stderr
 
 
 def test_downloads_of_the_hub_are_found_and_removed(tmp_path: Path) -> None:
