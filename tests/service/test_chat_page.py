@@ -143,7 +143,7 @@ async def test_markdown_becomes_nodes_and_html_stays_text(chat: Chat) -> None:
 
 async def test_reasoning_and_a_tool_call_are_shown_and_its_result_is_sent(chat: Chat) -> None:
     await chat.ask("Is 9.9 or 9.11 larger?")
-    assert await chat.text(".reasoning p") == "The tenths decide.\n"
+    assert await chat.text(".reasoning p") == "The tenths decide."
     assert await chat.text(".content") == "9.9 is larger."
     assert not await chat.tab.value(f"{LAST}.querySelector('.reasoning').open")
     await chat.tab.value("document.getElementById('sample-tool').click()")
