@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from textwrap import indent
+from urllib.parse import quote
 
 from serve_app.openai.reply.format import JsonObject
 from serve_app.reference.operations import Access, Operation
@@ -87,7 +88,7 @@ class Examples:
         lines = []
         for variable, (earlier, keys) in self._earlier(operation):
             path = "".join(f"[{key}]" if key.isdigit() else f"[{key!r}]" for key in keys.split())
-            read = f"python3 -c \"import json, sys; print(json.load(sys.stdin){path})\""
+            read = f'python3 -c "import json, sys; print(json.load(sys.stdin){path})"'
             lines.append(f"{variable}=$({self._curl(earlier)} | {read})")
         return "\n".join([*lines, self._curl(operation)])
 
@@ -136,7 +137,7 @@ class Examples:
 
         def value(match: re.Match[str]) -> str:
             name = match[1]
-            return str(self._known(known[name])) if name in known else variable.format(name)
+            return quote(str(self._known(known[name]))) if name in known else variable.format(name)
 
         return _PARAMETER.sub(value, operation.plain_path)
 
@@ -174,7 +175,7 @@ class Examples:
         if self._sends_key(operation):
             arguments.append("headers=headers")
         if body is not None:
-            text = re.sub(r'"\$([A-Z_]+)"', lambda match: match[1].lower(), _literal(body))
+            text = re.sub(r'"\$([A-Z_]+)"', lambda match: match[1].lower(), json.dumps(body, ensure_ascii=False))
             arguments.append(f"json={text}")
         if example.form:
             arguments.append(f"data={dict(example.form)!r}")
@@ -185,9 +186,3 @@ class Examples:
         if len(arguments) == 1:
             return f"{call}({arguments[0]})"
         return f"{call}(\n" + indent(",\n".join(arguments), "    ") + ",\n)"
-
-
-def _literal(body: JsonObject) -> str:
-    """Return a body as a Python expression, with double quotes as in JSON."""
-    text = json.dumps(body, ensure_ascii=False)
-    return re.sub(r"\b(true|false|null)\b(?=[,}\]])", lambda match: str(json.loads(match[0])), text)

@@ -138,7 +138,9 @@ async def local_service(
             stack.callback(reporting.cancel)
         tracer = Tracer(settings.tracing, "headway-ingress", "0")
         stack.push_async_callback(asyncio.to_thread, tracer.close)
-        app = create_api(settings, Backends(dispatcher, jobs=jobs, meter=ledger, history=history), metrics=metrics, tracer=tracer)
+        app = create_api(
+            settings, Backends(dispatcher, jobs=jobs, meter=ledger, history=history), metrics=metrics, tracer=tracer
+        )
         yield LocalService(await stack.enter_async_context(serving(app)), engine)
 
 

@@ -174,7 +174,12 @@ async def test_escape_stops_an_answer_which_may_be_tried_again(chat: Chat) -> No
 
 
 async def test_settings_reach_the_server_and_stay_with_the_conversation(chat: Chat) -> None:
-    for name, value in (("band", "batch"), ("system", "Talk about the tides"), ("max_tokens", "5"), ("temperature", "0")):
+    for name, value in (
+        ("band", "batch"),
+        ("system", "Talk about the tides"),
+        ("max_tokens", "5"),
+        ("temperature", "0"),
+    ):
         field = f"document.getElementById('s-{name}')"
         await chat.tab.value(f"{field}.value = {value!r}; {field}.dispatchEvent(new Event('input'))")
     await chat.reload()
@@ -215,7 +220,10 @@ class TestWithKeys:
         await chat.tab.value("document.getElementById('input').focus()")
         await chat.ask("Hi")
         assert await chat.text(".content") == "Hello."
-        assert await chat.tab.value("JSON.stringify(localStorage).includes('acme') || location.href.includes('acme')") is False
+        assert (
+            await chat.tab.value("JSON.stringify(localStorage).includes('acme') || location.href.includes('acme')")
+            is False
+        )
         await chat.tab.value("document.getElementById('forget-key').click()")
         await chat.tab.until("document.activeElement?.id === 'key'")
 

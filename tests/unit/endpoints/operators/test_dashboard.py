@@ -26,7 +26,6 @@ from testkit.http.scripted_dispatcher import write_keys
 from testkit.limits import LIMIT_S, until
 
 
-
 async def snapshot(app: Any, **headers: str) -> dict[str, Any]:
     """Return the first snapshot that a real server sends, which is as the OpenAPI document has it."""
     async with (
