@@ -81,7 +81,7 @@ class Examples:
     def parameter(self, operation: Operation, name: str) -> str | None:
         """Return the value of a parameter of the path; None: it depends on what has been created."""
         value = self._example(operation).known.get(name)
-        return None if value is None else self._known(value)
+        return None if value is None else str(self._known(value))
 
     def curl(self, operation: Operation) -> str:
         """Return the example for a shell."""
