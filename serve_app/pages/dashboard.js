@@ -194,7 +194,7 @@ const CHARTS = [
     {field: "num_waiting", label: "waiting", className: "queued"}], format: number},
   {name: "KV blocks held", lines: [{field: "kv_usage", className: "tokenizing"}], most: 1, format: value => `${(100 * value).toFixed(0)} %`},
 ];
-const HOUR_S = 3600, CHART = {width: 300, height: 80};
+const LEAST_SPAN_S = 300, CHART = {width: 300, height: 80};
 
 // A limit of a scale: 1, 2 or 5 times a power of ten.
 function roundUp(value) {
@@ -207,20 +207,20 @@ function makeChart({name, lines}) {
   const svg = shape("svg", {viewBox: `0 0 ${CHART.width} ${CHART.height}`, preserveAspectRatio: "none", role: "img", class: "chart"});
   for (const {className} of lines) svg.append(shape("polyline", {class: `line ${className}`}));
   caption.append(element("strong", "", name), ...lines.filter(line => line.label).map(line => element("span", `key ${line.className}`, line.label)), most);
-  axis.append(element("span", "", "1 h ago"), element("span", "", "now"));
+  axis.append(element("span"), element("span", "", "now"));
   made.append(caption, svg, axis);
   return made;
 }
 
 function showHistory({history, time_unix_s: now}) {
-  const minutes = history.length ? Math.round((now - history[0].time_unix_s) / 60) : 0;
-  put($("history-note"), `Kept by the ingress that answers, for ${minutes} min so far; of the queues it knows its own. One value each 20 s.`);
+  const span_s = Math.max(LEAST_SPAN_S, history.length ? now - history[0].time_unix_s : 0);
   list($("charts"), CHARTS, chart => chart.name, makeChart, (figure, {lines, most, format}) => {
-    const [caption, svg] = figure.children;
+    const [caption, svg, axis] = figure.children;
+    put(axis.firstElementChild, `${Math.round(span_s / 60)} min ago`);
     const limit = most ?? roundUp(Math.max(0, ...lines.flatMap(line => history.map(sample => sample[line.field]))));
     put(caption.lastElementChild, format(limit));
     lines.forEach(({field}, index) => {
-      const points = history.map(sample => [CHART.width * (1 - (now - sample.time_unix_s) / HOUR_S), CHART.height * (1 - sample[field] / limit)]);
+      const points = history.map(sample => [CHART.width * (1 - (now - sample.time_unix_s) / span_s), CHART.height * (1 - sample[field] / limit)]);
       svg.children[index].setAttribute("points", points.map(point => point.map(value => value.toFixed(1)).join()).join(" "));
     });
     const last = history.at(-1), text = ({field, label}) => `${label ?? "now"} ${format(last?.[field] ?? 0)}`;
@@ -241,7 +241,7 @@ function makeRequest() {
   return made;
 }
 
-// All bars have one scale: that of the longest request.
+// All bars have one scale: that of the longest request that is shown.
 function showRequest(li, request, longest_ms) {
   const {metrics} = request, details = li.firstElementChild, [summary, more] = details.children;
   const [state, tenant, band, bar, total, longest] = summary.children;
@@ -276,8 +276,8 @@ let latest = null;
 let showsAll = false;
 
 function showRequests() {
-  const longest_ms = Math.max(0, ...latest.requests.map(request => request.metrics.total_ms));
   const num = latest.requests.length, shown = showsAll ? latest.requests : latest.requests.slice(0, NUM_SHOWN);
+  const longest_ms = Math.max(0, ...shown.map(request => request.metrics.total_ms));
   $("no-requests").hidden = num > 0;
   $("heads").hidden = num === 0;
   $("more").hidden = num <= NUM_SHOWN;
