@@ -64,7 +64,7 @@ async def run(url: str, language: str, source: str, folder: Path) -> tuple[int, 
 
 @pytest.mark.parametrize("language", ["Shell", "Python"])
 async def test_every_example_works_as_it_is(url: str, tmp_path: Path, language: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
         document: dict[str, Any] = (await http.get("/openapi.json")).json()
     failures, num_run = [], 0
     for path, methods in document["paths"].items():
@@ -87,7 +87,7 @@ async def test_every_example_works_as_it_is(url: str, tmp_path: Path, language: 
 
 
 async def test_examples_of_bodies_are_valid_and_name_the_model_first(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
         document: dict[str, Any] = (await http.get("/openapi.json")).json()
     bodies = {
         path: methods["post"]["requestBody"]["content"]["application/json"]
