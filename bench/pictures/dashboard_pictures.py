@@ -45,7 +45,7 @@ _SETTLE_S = 3.0
 _LOG = "initializing replica"
 """Text in the log of every replica."""
 _MIGRATED = """Array.from(document.querySelectorAll('#requests rect.migrated'))
-    .some(part => Number(part.getAttribute('width')) > 40)"""
+    .some(part => Number(part.getAttribute('width')) > 15)"""
 
 
 async def take(tab: Tab, name: str, *, is_whole: bool = True) -> None:
@@ -113,7 +113,7 @@ async def dashboard(application: Served, profile: Path) -> None:
         await asyncio.to_thread(_submit_batch, application.url)
         await tab.call("Runtime.evaluate", expression=f"sessionStorage.setItem('headway-operator-key', '{_OPERATOR}')")
         await tab.call("Page.reload")
-        await tab.until("document.querySelectorAll('#requests > li').length > 20")
+        await tab.until("document.querySelectorAll('#requests > li').length >= 10")
         await asyncio.to_thread(_kill_one, application)
         await tab.until(_MIGRATED)
         for end, (width, scheme) in _FORMS.items():

@@ -31,6 +31,7 @@ from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.keys.rate_limits import KeyLimiter
 from serve_app.models.gguf import local_checkpoint
 from serve_app.monitoring.http import HttpMetrics
+from serve_app.monitoring.load_history import LoadHistory
 from serve_app.process import return_freed_memory, share_gil, trim_heaps, without_collection
 from serve_app.settings.processes import IngressProcess
 from serve_app.tracing.tracer import Tracer
@@ -74,6 +75,7 @@ class Ingress:
         self._reporter = UsageReporter(self._ledger, lambda report: client.call(JobsService.report_usage, report))
         self._limiter = KeyLimiter(clock.monotonic, self._routing.gossip.keys_of_peers)
         self._routing.gossip.keys_in_use = self._limiter.keys_in_use
+        self._history = LoadHistory(self._routing.dispatcher, clock.unix)
         self._loops = asyncio.create_task(self._run())
 
     async def __del__(self) -> None:
@@ -88,6 +90,7 @@ class Ingress:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._routing.run())
             tasks.create_task(self._reporter.run())
+            tasks.create_task(self._history.run())
 
     async def reconfigure(self, bounds: dict[str, int]) -> None:
         """Set the bounds on the number of model replicas; Serve calls it at the start and after each change.
@@ -128,6 +131,7 @@ class Ingress:
                     self._settings.routing.targets,
                     self._ledger,
                     self._limiter,
+                    self._history,
                 ),
                 metrics=self._metrics,
                 gate=self._gate,

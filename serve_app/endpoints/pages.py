@@ -1,4 +1,4 @@
-"""Endpoints for visitors: pages to chat, for operators and of the API, and their scripts; none needs an API key."""
+"""Endpoints for visitors: pages for chats, operators and the API, with their scripts; none needs an API key."""
 
 from __future__ import annotations
 

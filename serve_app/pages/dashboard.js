@@ -12,7 +12,7 @@ const GROUPS = {
   delivered: ["delivered"],
 };
 const KEY = "headway-operator-key";
-const NUM_BATCHES = 3;
+const NUM_BATCHES = 3, NUM_SHOWN = 10;
 const SILENCE_MS = 5000;
 const RETRY_MS = 2000;
 const SVG = "http://www.w3.org/2000/svg";
@@ -83,7 +83,7 @@ function showTiles(data) {
   facts($("tiles"), [
     ["Replicas", number(data.replicas.length)],
     ["Requests running", number(sum("num_running"))],
-    ["Waiting in queues", number(queued)],
+    ["Requests waiting", number(queued + sum("num_waiting"))],
     ["Output tokens/s", number(sum("generated_tokens_per_s"))],
     data.jobs
       ? ["Batches in progress", number(data.jobs.find(each => each.labels.state === "in_progress")?.value)]
@@ -99,7 +99,7 @@ function stateOf(replica) {
 }
 
 function showReplicas(data) {
-  const labels = ["Replica", "State", "Slots", "KV blocks", "Waiting", "Output tokens/s", "Report age", "Mostly chosen for"];
+  const labels = ["Replica", "State", "Slots", "KV blocks", "Waiting there", "Output tokens/s", "Report age", "Mostly chosen for"];
   const classes = ["wide", "", "wide", "wide", "number", "number", "number", "wide ellipsis"];
   $("no-replicas").hidden = data.replicas.length > 0;
   list($("replicas"), data.replicas, replica => replica.replica_id, () => row(labels, classes), (tr, replica) => {
@@ -143,15 +143,17 @@ function showLatencies(data) {
 function showAutoscaling(data) {
   const scaling = data.autoscaling;
   if (!scaling) return facts($("autoscaling"), [["State", "off"]]);
-  const waiting = (scaling.waiting ?? []).reduce((total, work) => total + work.tokens, 0);
+  const tokens = isDue => (scaling.waiting ?? []).filter(work => isDue === work.due_s <= scaling.target_drain_s)
+    .reduce((total, work) => total + work.tokens, 0);
   facts($("autoscaling"), [
     ["Replicas wanted", number(scaling.desired_replicas)],
     ["Needed for the work", number(scaling.needed_replicas)],
     ["Replicas now", number(scaling.num_replicas)],
     ["Bounds", `${scaling.min_replicas} to ${scaling.max_replicas}`],
-    ["Drain time", seconds(scaling.drain_s)],
-    ["Drain target", seconds(scaling.target_drain_s)],
-    ["Waiting tokens", number(waiting)],
+    ["Tokens due now", number(tokens(true))],
+    ["Time to drain them", seconds(scaling.drain_s)],
+    ["Target of that time", seconds(scaling.target_drain_s)],
+    ["Tokens due later", number(tokens(false))],
     ["Tokens/s of a replica", number(scaling.replica_tokens_per_s)],
   ]);
 }
@@ -173,18 +175,56 @@ function showJobs(data) {
   facts($("jobs"), pairs);
 }
 
-// All rows are always there, so that what is below stays in its place.
 function showBatches(data) {
   const labels = ["Batch", "Tenant", "Lines done", "Failed", "Webhook"];
   const classes = ["wide ellipsis", "ellipsis", "wide", "number", ""];
-  const places = Array.from({length: NUM_BATCHES}, (_, index) => ({index, batch: data.batches[index]}));
-  list($("batches"), places, place => place.index, () => row(labels, classes), (tr, {batch}) => {
-    put(tr.children[0], batch?.id ?? "–");
-    tr.children[0].title = batch?.id ?? "";
-    put(tr.children[1], batch?.tenant ?? "–");
-    meter(tr.children[2], batch ? batch.num_completed + batch.num_failed : null, batch?.num_lines);
-    put(tr.children[3], number(batch?.num_failed));
-    put(tr.children[4], batch ? (batch.has_webhook ? "at its end" : "none") : "–");
+  $("batches-section").hidden = data.batches.length === 0;
+  list($("batches"), data.batches.slice(0, NUM_BATCHES), batch => batch.id, () => row(labels, classes), (tr, batch) => {
+    texts(tr, [batch.id, batch.tenant]);
+    tr.children[0].title = batch.id;
+    meter(tr.children[2], batch.num_completed + batch.num_failed, batch.num_lines);
+    put(tr.children[3], number(batch.num_failed));
+    put(tr.children[4], batch.has_webhook ? "at its end" : "none");
+  });
+}
+
+const CHARTS = [
+  {name: "Output tokens/s", lines: [{field: "tokens_per_s", className: "decode"}], format: number},
+  {name: "Requests", lines: [{field: "num_running", label: "running", className: "prefill"},
+    {field: "num_waiting", label: "waiting", className: "queued"}], format: number},
+  {name: "KV blocks held", lines: [{field: "kv_usage", className: "tokenizing"}], most: 1, format: value => `${(100 * value).toFixed(0)} %`},
+];
+const LEAST_SPAN_S = 300, CHART = {width: 300, height: 80};
+
+// A limit of a scale: 1, 2 or 5 times a power of ten.
+function roundUp(value) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
+  return power * [1, 2, 5, 10].find(step => value <= step * power);
+}
+
+function makeChart({name, lines}) {
+  const made = element("figure"), caption = element("figcaption"), most = element("span", "most"), axis = element("p", "axis");
+  const svg = shape("svg", {viewBox: `0 0 ${CHART.width} ${CHART.height}`, preserveAspectRatio: "none", role: "img", class: "chart"});
+  for (const {className} of lines) svg.append(shape("polyline", {class: `line ${className}`}));
+  caption.append(element("strong", "", name), ...lines.filter(line => line.label).map(line => element("span", `key ${line.className}`, line.label)), most);
+  axis.append(element("span"), element("span", "", "now"));
+  made.append(caption, svg, axis);
+  return made;
+}
+
+function showHistory({history, time_unix_s: now}) {
+  const span_s = Math.max(LEAST_SPAN_S, history.length ? now - history[0].time_unix_s : 0);
+  list($("charts"), CHARTS, chart => chart.name, makeChart, (figure, {lines, most, format}) => {
+    const [caption, svg, axis] = figure.children;
+    put(axis.firstElementChild, `${Math.round(span_s / 60)} min ago`);
+    const limit = most ?? roundUp(Math.max(0, ...lines.flatMap(line => history.map(sample => sample[line.field]))));
+    put(caption.lastElementChild, format(limit));
+    lines.forEach(({field}, index) => {
+      const points = history.map(sample => [CHART.width * (1 - (now - sample.time_unix_s) / span_s), CHART.height * (1 - sample[field] / limit)]);
+      svg.children[index].setAttribute("points", points.map(point => point.map(value => value.toFixed(1)).join()).join(" "));
+    });
+    const last = history.at(-1), text = ({field, label}) => `${label ?? "now"} ${format(last?.[field] ?? 0)}`;
+    svg.setAttribute("aria-label", `${caption.firstElementChild.textContent} over the last hour: ${lines.map(text).join(", ")}, scale to ${format(limit)}`);
   });
 }
 
@@ -201,7 +241,8 @@ function makeRequest() {
   return made;
 }
 
-function showRequest(li, request) {
+// All bars have one scale: that of the longest request that is shown.
+function showRequest(li, request, longest_ms) {
   const {metrics} = request, details = li.firstElementChild, [summary, more] = details.children;
   const [state, tenant, band, bar, total, longest] = summary.children;
   put(state, request.status === "running" ? words(request.part ?? "running").replace(/^queued .*/, "queued") : request.status);
@@ -210,10 +251,10 @@ function showRequest(li, request) {
   put(band, request.band);
   put(total, milliseconds(metrics.total_ms));
   const [part, spent] = Object.entries(metrics.parts_ms).reduce((most, each) => each[1] > most[1] ? each : most);
-  put(longest, `${words(part)} ${milliseconds(spent)}`);
+  put(longest, `${words(part)}: ${milliseconds(spent)}`);
   let x = 0;
   Object.keys(GROUPS).forEach((group, index) => {
-    const width = metrics.total_ms ? 1000 * partsOf(metrics, group) / metrics.total_ms : 0;
+    const width = longest_ms ? 1000 * partsOf(metrics, group) / longest_ms : 0;
     bar.children[index].setAttribute("x", x);
     bar.children[index].setAttribute("width", width);
     x += width;
@@ -232,21 +273,35 @@ function showRequest(li, request) {
 
 let latest = null;
 
+let showsAll = false;
+
 function showRequests() {
-  $("no-requests").hidden = latest.requests.length > 0;
-  list($("requests"), latest.requests, request => `${request.response_id ?? `${request.id} ${request.created}`}`, request => {
+  const num = latest.requests.length, shown = showsAll ? latest.requests : latest.requests.slice(0, NUM_SHOWN);
+  const longest_ms = Math.max(0, ...shown.map(request => request.metrics.total_ms));
+  $("no-requests").hidden = num > 0;
+  $("heads").hidden = num === 0;
+  $("more").hidden = num <= NUM_SHOWN;
+  put($("more"), showsAll ? "Show fewer" : `Show all ${num}`);
+  put($("scale"), `Time by part, 0 to ${milliseconds(longest_ms)}`);
+  list($("requests"), shown, request => `${request.response_id ?? `${request.id} ${request.created}`}`, request => {
     const made = makeRequest();
     made.firstElementChild.addEventListener("toggle", () => showRequests());
     return made;
-  }, showRequest);
+  }, (li, request) => showRequest(li, request, longest_ms));
 }
+
+$("more").addEventListener("click", () => {
+  showsAll = !showsAll;
+  $("more").setAttribute("aria-expanded", String(showsAll));
+  showRequests();
+});
 
 function show(data) {
   latest = data;
   $("main").hidden = false;
   put($("model"), data.model);
   document.title = `${data.model} – Headway`;
-  for (const part of [showTiles, showReplicas, showQueues, showLatencies, showAutoscaling, showJobs, showBatches, showRequests]) part(data);
+  for (const part of [showTiles, showHistory, showReplicas, showQueues, showLatencies, showAutoscaling, showJobs, showBatches, showRequests]) part(data);
 }
 
 function connection(text, isBad) {

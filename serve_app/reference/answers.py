@@ -314,6 +314,20 @@ class ShownBatch(TypedDict):
 
 
 @described
+class LoadPoint(TypedDict):
+    """Load at one time."""
+
+    time_unix_s: float
+    tokens_per_s: float
+    """Output tokens per second of all replicas."""
+    num_running: int
+    num_waiting: int
+    """Requests that wait in the queues of the ingress that answers, and in the replicas'."""
+    kv_usage: float
+    """Share of the KV blocks that sequences hold, 0 to 1."""
+
+
+@described
 class DashboardSnapshot(TypedDict):
     """State of the server as the ingress that answers knows it."""
 
@@ -323,6 +337,8 @@ class DashboardSnapshot(TypedDict):
     queues: list[BandQueue]
     latencies: list[BandLatencies]
     autoscaling: AutoscalingState | None
+    history: list[LoadPoint]
+    """Load over the last hour, each 20 seconds, oldest first, as the ingress that answers has seen it."""
     jobs: list[JobsValue] | None
     """Metrics of the jobs process; null: it does not answer, or there is none."""
     batches: list[ShownBatch]

@@ -15,12 +15,14 @@ from serve_app.openai.reply.schema import ErrorObject
 from serve_app.openai.request.body import IgnoredValues, StrictBody
 from serve_app.openai.request.conversation import MESSAGE_IGNORED, ChatMessage
 from serve_app.openai.request.unknown_fields import OPEN_SCHEMAS
+from serve_app.reference.examples import Examples
 from serve_app.reference.operations import Access, Created, Fields, Operation
 from serve_app.reference.words import ANSWER_HEADERS, DESCRIPTION, FAILURES, FORM_FILE, NO_EFFECT, REQUEST_HEADERS
 
 EVENT_DATA, LINE = "x-event-data", "x-line"
 """Keys of the schemas of a stream's parts: the data of an event of server-sent events, and a line of JSON."""
 
+_FIRST_FIELDS = ("model", "messages", "prompt")
 _REF = "#/components/schemas/"
 _NULL = {"type": "null"}
 _PATH_PARAMETER = re.compile(r"{([a-z_]+)}")
@@ -29,10 +31,10 @@ _EVERYWHERE = frozenset({403, 500})
 
 def api_document(operations: Collection[Operation], has_keys: bool, model_name: str, version: str) -> JsonObject:
     """Return the OpenAPI document of operations, which require an API key if there are keys and they are not open."""
-    schemas = Schemas(model_name)
+    schemas, examples = Schemas(model_name), Examples(operations, model_name, has_keys)
     paths: dict[str, JsonObject] = {}
     for operation in operations:
-        described = _described(operation, has_keys, schemas)
+        described = _described(operation, has_keys, schemas, examples)
         if operation.created is not None:
             described["responses"][str(operation.status)]["links"] = _links(operation.created, operations)
         paths.setdefault(operation.plain_path, {})[operation.method.lower()] = described
@@ -91,6 +93,9 @@ class Schemas:
         for name, limit in (fields.limited or {}).items():
             properties[name]["anyOf"][0] |= limit
         properties |= _ignored(fields.ignored, properties)
+        required_first = sorted(properties, key=lambda name: name not in schema["required"])
+        names = dict.fromkeys([*filter(properties.__contains__, _FIRST_FIELDS), *required_first])
+        schema["properties"] = {name: properties[name] for name in names}
         return self._named(schema)
 
     def inline(self, kind: Any) -> JsonObject:
@@ -162,19 +167,23 @@ def _links(created: Created, operations: Collection[Operation]) -> JsonObject:
     return {id_: {"operationId": id_, "parameters": given} for id_ in ids}
 
 
-def _described(operation: Operation, has_keys: bool, schemas: Schemas) -> JsonObject:
+def _described(operation: Operation, has_keys: bool, schemas: Schemas, examples: Examples) -> JsonObject:
     is_keyed = has_keys and operation.access is not Access.OPEN
     failures = operation.failures | _EVERYWHERE | ({401} if is_keyed else frozenset())
     described: JsonObject = {
         "operationId": _id_of(operation),
         "tags": [operation.group],
         "summary": operation.summary,
-        "parameters": _parameters(operation, schemas),
+        "parameters": _parameters(operation, schemas, examples),
         "responses": {
             str(operation.status): _success(operation, schemas),
             **{str(status): {"$ref": f"#/components/responses/Error{status}"} for status in sorted(failures)},
         },
         "security": [{"key": []}] if is_keyed else [],
+        "x-codeSamples": [
+            {"lang": "Shell", "label": "curl", "source": examples.curl(operation)},
+            {"lang": "Python", "label": "Python", "source": examples.python(operation)},
+        ],
     }
     if operation.form is not None:
         form = {"multipart/form-data": {"schema": _form(operation.form, schemas)}}
@@ -182,15 +191,19 @@ def _described(operation: Operation, has_keys: bool, schemas: Schemas) -> JsonOb
     elif operation.bodies:
         options = [schemas.body(fields) for fields in operation.bodies]
         schema = options[0] if len(options) == 1 else {"oneOf": options}
-        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        content = {"schema": schema, "example": examples.body(operation)}
+        described["requestBody"] = {"required": True, "content": {"application/json": content}}
     return described
 
 
-def _parameters(operation: Operation, schemas: Schemas) -> list[JsonObject]:
-    parameters: list[JsonObject] = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        for name in _PATH_PARAMETER.findall(operation.plain_path)
-    ]
+def _parameters(operation: Operation, schemas: Schemas, examples: Examples) -> list[JsonObject]:
+    parameters: list[JsonObject] = []
+    for name in _PATH_PARAMETER.findall(operation.plain_path):
+        value = examples.parameter(operation, name)
+        example = {} if value is None else {"example": value}
+        parameters.append(
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}, **example}
+        )
     for name, field in ({} if operation.query is None else schemas.inline(operation.query)["properties"]).items():
         text = " ".join(field.pop("description", "").split())
         if _NULL in field.get("anyOf", ()):  # a query has no null; the parameter is left out instead

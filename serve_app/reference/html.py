@@ -54,8 +54,12 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("serve_app.reference"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"kind": _kind, "prose": _prose, "json": json.dumps}
+    environment.filters |= {"kind": _kind, "prose": _prose, "json": json.dumps, "pretty": _pretty}
     return environment
+
+
+def _pretty(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def _kind(schema: JsonObject) -> Markup:

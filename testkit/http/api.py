@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from replicas.protocol import ModelCard
 from router.dispatch import Dispatcher
 from serve_app.http_app import Backends, IngressSettings, create_api
+from serve_app.monitoring.load_history import LoadHistory
 from serve_app.openai.service import Meter
 from serve_app.reference.document import api_document
 from serve_app.reference.operations import Operation
@@ -120,6 +121,7 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             has_jobs: bool = True,
             tracer: Tracer | None = None,
             meter: Meter | None = None,
+            history_times: Sequence[float] = (),
             **replica: Any,
         ) -> Api:
             fake = FakeReplica(**{"script": script, **replica})
@@ -127,9 +129,13 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             options = {"model": tokenizer.name_or_path, "served_model_name": MODEL, **(settings or {})}
             memory = MemoryJobs()
             access = memory_access(memory, **(job_limits or {})) if has_jobs else None
+            times = iter(history_times)
+            history = LoadHistory(cast("Dispatcher", front), lambda: next(times))
+            for _ in history_times:
+                history.add_sample()
             app = create_api(
                 IngressSettings(**options),
-                Backends(cast("Dispatcher", front), jobs=access, meter=meter),
+                Backends(cast("Dispatcher", front), jobs=access, meter=meter, history=history),
                 tracer=tracer,
                 rng=random.Random(0),
             )

@@ -40,6 +40,7 @@ from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.monitoring.families import CountsCollector, families_of_process
 from serve_app.monitoring.http import HttpMetrics
+from serve_app.monitoring.load_history import LoadHistory
 from serve_app.monitoring.router import RouterMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
@@ -126,6 +127,9 @@ async def local_service(
         dispatcher = LocalRouting(client, metrics).dispatcher
         polling = asyncio.create_task(dispatcher.run())
         stack.callback(polling.cancel)
+        history = LoadHistory(dispatcher, Clock().unix)
+        sampling = asyncio.create_task(history.run())
+        stack.callback(sampling.cancel)
         ledger = UsageLedger(Clock())
         if jobs is not None:
             call = jobs.client.call
@@ -134,7 +138,9 @@ async def local_service(
             stack.callback(reporting.cancel)
         tracer = Tracer(settings.tracing, "headway-ingress", "0")
         stack.push_async_callback(asyncio.to_thread, tracer.close)
-        app = create_api(settings, Backends(dispatcher, jobs=jobs, meter=ledger), metrics=metrics, tracer=tracer)
+        app = create_api(
+            settings, Backends(dispatcher, jobs=jobs, meter=ledger, history=history), metrics=metrics, tracer=tracer
+        )
         yield LocalService(await stack.enter_async_context(serving(app)), engine)
 
 

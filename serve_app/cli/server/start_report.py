@@ -84,7 +84,7 @@ class Report:
         yield f"  dashboard  {self.cluster.dashboard_url}, which asks for the token in {self.cluster.token_path}"
         yield f"  ray        . {self.cluster.environment_path}, then `ray status`, `serve status`"
         yield f"  log        {self.log_path}"
-        yield f"Try: headway chat --url {self.url}"
+        yield f"Try: {self.url} in a browser, or headway chat --url {self.url}"
         yield f"     {self._curl()}"
         yield "Ctrl-C stops it."
 

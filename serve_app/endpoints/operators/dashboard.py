@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -48,6 +49,7 @@ class Snapshots:
         """Return what this ingress knows now; counts of jobs are up to `_JOBS_PERIOD_S` older."""
         await self._ask_jobs()
         dispatcher, autoscaling = self._backends.dispatcher, self._backends.autoscaling
+        history = self._backends.history
         latencies = self._registry.latencies(_LATENCY_WINDOW_S)
         requests = self._registry.newest(_NUM_REQUESTS)
         choices = _choices_of(requests)
@@ -60,6 +62,7 @@ class Snapshots:
             "queues": [_queue_of(band, dispatcher.waiting(band, _NUM_TENANTS)) for band in Band],
             "latencies": [self._latency_of(band, latencies[band]) for band in Band],
             "autoscaling": None if autoscaling is None else autoscaling_of(autoscaling),
+            "history": [] if history is None else [asdict(sample) for sample in history.samples],
             "jobs": self._jobs,
             "batches": self._batches,
             "requests": requests,

@@ -24,6 +24,7 @@ from serve_app.keys.rate_limits import KeyLimiter
 from serve_app.monitoring.engines import engine_parts, engines_shown
 from serve_app.monitoring.families import plain_families
 from serve_app.monitoring.http import HttpMetrics
+from serve_app.monitoring.load_history import LoadHistory
 from serve_app.monitoring.page import CONTENT_TYPE, page_parts
 from serve_app.openai.request.job_schema import EngineQuery
 from serve_app.openai.request.parsing import parse_body
@@ -50,6 +51,8 @@ class Backends:
     """Meter of the work for completions; None: nothing is metered."""
     key_limiter: KeyLimiter | None = None
     """Limiter of API keys that other ingresses' use reaches; None: this ingress counts for itself."""
+    history: LoadHistory | None = None
+    """Load over the last hour, which the dashboard shows; None: it shows none."""
 
 
 @dataclass(frozen=True, slots=True)
