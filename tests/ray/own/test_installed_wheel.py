@@ -74,7 +74,7 @@ def installed(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
     [wheel] = distributions.glob("*.whl")
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel]
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel]
     subprocess.run(pip, check=True, timeout=START_LIMIT_S)
     # Added last: pip would count the editable installation as this package. Its finder does not run from here.
     (packages / "libraries.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
@@ -105,10 +105,14 @@ def test_the_wheel_serves_outside_the_clone(installed: Path, tmp_path: Path) -> 
     port = free_port("127.0.0.1")
     environment = {name: value for name, value in clean_environment(tmp_path).items() if name != "PYTHONPATH"}
     environment["PATH"] = f"{installed}:{os.environ['PATH']}"
-    where = [installed / "python", "-c", "import headway, replicas; print(headway.__file__, replicas.__file__)"]
+    where: list[str | Path] = [
+        installed / "python",
+        "-c",
+        "import headway, replicas; print(headway.__file__, replicas.__file__)",
+    ]
     files = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
     assert str(ROOT) not in files and files.count(str(installed.parent)) == 2
-    command = [installed / "headway", "serve", "headway-demo", "--port", str(port)]
+    command: list[str | Path] = [installed / "headway", "serve", "headway-demo", "--port", str(port)]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
     descendants: list[psutil.Process] = []

@@ -10,10 +10,18 @@ from ray.serve.schema import ServeDeploySchema
 
 from serve_app.config import HeadwayConfig
 from serve_app.http.edge import MIDDLEWARE_PATH
+from serve_app.models.default_model import DEFAULT_MODEL_NAME
 
 ROOT = Path(__file__).resolve().parents[3]
 CLUSTER = yaml.safe_load((ROOT / "cluster.yaml").read_text())
 RAY_SERVICE = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text())
+
+
+MODELS = {"local": DEFAULT_MODEL_NAME, "gpu": "Qwen/Qwen3-4B-Instruct-2507", "kuberay": "Qwen/Qwen3-4B-Instruct-2507"}
+
+
+def test_the_model_that_is_served_unless_told_has_a_name() -> None:
+    assert HeadwayConfig().model == DEFAULT_MODEL_NAME == HeadwayConfig().model_name
 
 
 def serve_config(name: str) -> str:
@@ -26,7 +34,10 @@ def serve_config(name: str) -> str:
 def test_serve_configs_are_valid(name: str) -> None:
     schema = ServeDeploySchema.model_validate(yaml.safe_load(serve_config(name)))
     [application] = schema.applications
-    HeadwayConfig.model_validate(application.args)
+    config = HeadwayConfig.model_validate(application.args)
+    assert application.import_path == "headway:build"
+    # The default model where there is no GPU; a model for one GPU of 24 GB elsewhere.
+    assert application.args["model"] == config.model == MODELS[name]
 
 
 EDGE = {
