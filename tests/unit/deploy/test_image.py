@@ -25,7 +25,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def context() -> list[str]:
-    """Files of the repository that the patterns of .dockerignore leave in the build's context; the last match counts."""
+    """Files of the repository that the patterns of .dockerignore leave in the context; the last match counts."""
     patterns = [line for line in IGNORED.splitlines() if line and not line.startswith("#")]
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
