@@ -108,9 +108,11 @@ def _turn(command: list[str], url: str, num_requests: int) -> Turn:
 def _chat(url: str, num_requests: int) -> None:
     """Send chats of a few words, one after the other."""
     with httpx.Client(base_url=url, timeout=START_LIMIT_S, trust_env=False) as client:
+        model = client.get("/v1/models").json()["data"][0]["id"] if num_requests else ""
         for number in range(num_requests):
             messages = [{"role": "user", "content": f"Name a river, number {number}."}]
-            client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 16}).raise_for_status()
+            body = {"model": model, "messages": messages, "max_tokens": 16}
+            client.post("/v1/chat/completions", json=body).raise_for_status()
 
 
 def _pss(process: psutil.Process) -> tuple[str, int]:
