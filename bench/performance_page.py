@@ -190,7 +190,8 @@ def _ceilings(result: Result) -> Rows:
 def _starts(result: Result) -> Rows:
     for name, times in result["median"].items():
         left = max(turn["num_left"] for turn in result["turns"][name])
-        yield name, *(f"{times[key]:.1f}" for key in ("start_s", "start_cpu_s", "stop_s")), str(left)
+        memory = f"{times['memory_mb']:,.0f}"
+        yield name, *(f"{times[key]:.1f}" for key in ("start_s", "start_cpu_s", "stop_s")), memory, str(left)
 
 
 def _refusals(result: Result) -> Rows:
@@ -368,11 +369,12 @@ SECTIONS = (
     Section("A burst and a square wave", "routing_burst", _BAR_HEADINGS, _bars),
     Section("Processes that are killed while a batch runs", "jobs_kill", _BAR_HEADINGS, _bars),
     Section(
-        "Start and stop",
+        "Start, stop and memory",
         "start_stop",
-        ("application", "start, s", "its processor time, s", "stop, s", "processes left"),
+        ("application", "start, s", "its processor time, s", "stop, s", "memory, MB", "processes left"),
         _starts,
-        "`headway serve` with the model in the cache, beside a bare Serve application whose replica imports torch.",
+        "`headway serve` with the model in the cache, beside a bare Serve application whose replica imports torch. "
+        "The memory is the sum of all processes' PSS, of `headway serve` after 100 chats.",
     ),
     Section(
         "Models that cannot be served",
