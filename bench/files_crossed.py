@@ -95,7 +95,7 @@ def measure(checkout: Path) -> dict[str, Any]:
         (folder / "sitecustomize.py").symlink_to(call_trace.__file__)
         switch = Switch(folder / "switch")
         variables = {"PYTHONPATH": f"{checkout}{os.pathsep}{folder}", CHECKOUT_VARIABLE: str(checkout)}
-        with running("bench.serving", ["--app", REAL], home, checkout, variables) as served:
+        with running("bench.serving", ["--app", REAL, f"model={DEMO_MODEL_NAME}"], home, checkout, variables) as served:
             _send_requests(served, switch)
         calls = [Call(**json.loads(line)) for file in folder.glob("*.calls") for line in file.read_text().splitlines()]
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=False)

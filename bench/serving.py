@@ -26,7 +26,7 @@ from testkit.free_port import free_port
 from testkit.serving.served import ROOT, Served, answers, running, wait_for
 
 TIMED = "bench.timed_app:build"
-REAL = "headway:build"
+REAL = "serve_app.app:build"
 _START_LIMIT_S = 300.0
 
 

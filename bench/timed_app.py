@@ -32,6 +32,7 @@ ENGINE_THREAD = "engine"
 class TimedConfig(HeadwayConfig):
     """Configuration of a timed application: the real one's fields and these."""
 
+    model: str | None = None
     num_blocks: int = Field(default=8192, ge=1)
     """KV blocks of a replica."""
     step_times: str = "gpu-8b"

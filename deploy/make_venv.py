@@ -32,15 +32,17 @@ def main() -> None:
     """Run the command."""
     if len(sys.argv) not in (2, 3):
         sys.exit("usage: python deploy/make_venv.py FOLDER [EXTRA]")
-    venv, extras, begin_s = Path(sys.argv[1]), sys.argv[2:], time.monotonic()
+    venv, extras, begin_s = Path(sys.argv[1]).absolute(), sys.argv[2:], time.monotonic()
     python = venv / "bin" / "python"
-    print(f"Installing Headway into {venv}, only the first time and after an update", flush=True)
-    venv = venv.absolute()
+    print(f"Installing Headway into {sys.argv[1]}, only the first time and after an update", flush=True)
     try:
         if not python.exists():
             run("environment", [sys.executable, "-m", "venv", str(venv)])
         install_torch(python, ROOT / "constraints.txt", has_nvidia_device())
-        run("packages", [*_pip(python), "--constraint", "constraints.txt", "--editable", f".[{','.join(extras)}]"])
+        run(
+            "packages",
+            [*_pip(python), "--constraint", "constraints.txt", "--editable", f".[{extras[0]}]" if extras else "."],
+        )
     except Failed as failure:
         sys.exit(f"error: {failure}")
     # Python compiles modules itself only where it may write.

@@ -34,6 +34,7 @@ from router.watch import WatchSettings
 from serve_app.http.settings import IngressSettings
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.webhooks.addresses import AllowedHosts
+from serve_app.models.default_model import DEFAULT_MODEL_NAME
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.settings.by_band import BandQueues, BandTargets, BandWaits, read_downscale_delay
@@ -111,14 +112,15 @@ class HeadwayConfig(_SettingsOfParts):
     """Configuration of the application; each field may be given as `key=value` to `serve run`.
 
     Declares the fields of the deployment itself. All others are the settings of `PARTS`, declared there, which methods
-    such as `replica_options` compose. The defaults serve the bundled demo model on one machine without a GPU.
+    such as `replica_options` compose. The defaults serve the default model on one machine without a GPU.
     """
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
-    model: str | None = None
-    """Directory, GGUF file or hub id of the model. None or `headway-demo`: the bundled demo model. Each node converts a
-    GGUF file once, into its cache of models."""
+    model: str | None = DEFAULT_MODEL_NAME
+    """Directory, GGUF file or hub id of the model, or the name of the default model, which each node fetches once. None
+    or `headway-demo`: the bundled demo model, a toy for tests. Each node converts a GGUF file once, into its cache of
+    models."""
     served_model_name: str | None = Field(default=None, pattern=r"[^,\s]")
     """Name of the model in requests and responses. Several, separated by commas or spaces, are all accepted in
     requests; the first is in responses. None: the name of the directory or file, or the hub id."""
@@ -278,6 +280,11 @@ class HeadwayConfig(_SettingsOfParts):
     def model_path(self) -> str:
         """Directory or hub id of the model, or the directory of the bundled demo."""
         return self.model if self.model is not None else str(_DEMO_MODEL_DIRECTORY)
+
+    @property
+    def is_toy_model(self) -> bool:
+        """True if the model is the bundled demo, whose answers are of no use."""
+        return self.model is None
 
     @property
     def model_name(self) -> str:
@@ -463,6 +470,7 @@ class HeadwayConfig(_SettingsOfParts):
         return self._part(
             IngressSettings,
             model=self.model_path,
+            is_toy_model=self.is_toy_model,
             served_model_name=self.model_name,
             aliases=self.model_names[1:],
             limits=self._part(RequestLimits),

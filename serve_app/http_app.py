@@ -111,7 +111,8 @@ def create_api(
     ]
     access_log = None if settings.access_log_socket is None else AccessLog(settings.access_log_socket)
     tracer = tracer or Tracer(settings.tracing, "headway-ingress", "1")
-    observers = ExchangeObservers(metrics, registry, tracer, access_log, settings.slow_request_s)
+    toy_model = settings.served_model_name if settings.is_toy_model else None
+    observers = ExchangeObservers(metrics, registry, tracer, access_log, settings.slow_request_s, toy_model)
     middleware = _middleware(settings, observers, clock, gate)
     app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=middleware)
     _add_routes(app, endpoints, _dependencies(authenticator, backends.key_limiter or KeyLimiter(clock.monotonic)))

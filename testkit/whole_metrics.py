@@ -16,7 +16,7 @@ from router.scaling.autoscaling import Autoscaler, AutoscalingSettings, ReplicaB
 from router.scaling.autoscaling_loop import AutoscalingLoop, IngressLoad
 from router.scaling.ingress_reports import IngressGossip
 from router.types import LatencyTargets, Outcome
-from serve_app.config import HeadwayConfig
+from serve_app.config import DEMO_MODEL_NAME, HeadwayConfig
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.metrics import jobs_metrics, storage_metric
 from serve_app.jobs.webhooks.sender import AttemptOutcome
@@ -49,7 +49,7 @@ async def whole_metrics() -> WholeMetrics:
     world = World(config())
     world.add(request())
     world.run()
-    compiler = GrammarCompiler(load_tokenizer(HeadwayConfig().model_path))
+    compiler = GrammarCompiler(load_tokenizer(HeadwayConfig(model=DEMO_MODEL_NAME).model_path))
     engine = world.engine.metrics()
     engine = EngineMetrics(engine.replica_id, (*engine.metrics, *compiler.metrics()), engine.histograms)
     http, table = HttpMetrics(MODEL), LoadTable(time.monotonic)

@@ -36,7 +36,7 @@ from replicas.model.hardware.device import choose_cache_dtype
 from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.loading.options import ModelOptions
 from replicas.protocol import GenerateRequest, SamplingParams
-from serve_app.models.gguf import local_checkpoint
+from serve_app.models.local_models import local_checkpoint
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
 
 _BLOCK_SIZE = 16

@@ -41,7 +41,7 @@ def timed(options: Options, **settings: object) -> AbstractContextManager[Served
 
 def demo(options: Options, **settings: object) -> AbstractContextManager[Served]:
     """Serve the application over the bundled demo model on CPU, one thread per replica."""
-    return _serve(REAL, options, {**_ON_CPU, **settings})
+    return _serve(REAL, options, {"model": _DEMO, **_ON_CPU, **settings})
 
 
 def small(options: Options, **settings: object) -> AbstractContextManager[Served]:

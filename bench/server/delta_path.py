@@ -188,7 +188,7 @@ def ingress(steps: Steps, num_streams: int, num_deltas: int) -> Serve:
     """Return the application over the scripted replica."""
     metrics = HttpMetrics(_MODEL)
     dispatcher = LocalRouting(ScriptedReplica(steps, num_streams, num_deltas), metrics).dispatcher
-    settings = IngressSettings(model=HeadwayConfig().model_path, served_model_name=_MODEL)
+    settings = IngressSettings(model=HeadwayConfig(model="headway-demo").model_path, served_model_name=_MODEL)
     app = create_api(settings, Backends(dispatcher), metrics=metrics)
     scope = {
         "type": "http",

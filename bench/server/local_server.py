@@ -136,7 +136,7 @@ async def _serve(data_dir: Path) -> None:
     if not os.environ.get("DEFAULT_RUN_TIME"):
         return_freed_memory()
         share_gil()
-    model = HeadwayConfig().model_path
+    model = HeadwayConfig(model=DEMO_MODEL_NAME).model_path
     keys = data_dir / "keys.json"
     limits = _HIGH_LIMITS if os.environ.get("KEY_LIMITS") else {}
     entries = {digest_of(key): {"tenant": key, "ceiling": band.name.lower()} | limits for band, key in KEYS.items()}

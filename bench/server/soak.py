@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=30.0, help="minutes before the slopes are fitted")
     parser.add_argument("--body-mb", type=float, default=2.0, help="size of a large body")
     options = parser.parse_args()
-    with serving(REAL, {"max_num_seqs": 16}) as served:
+    with serving(REAL, {"model": DEMO_MODEL_NAME, "max_num_seqs": 16}) as served:
         lines, answers = asyncio.run(soak(served, options.minutes, options.body_mb))
     fitted = slopes([line for line in lines if line["minutes"] >= options.warm_up] or lines)
     figures = {

@@ -16,7 +16,7 @@ from serve_app.cli.checks.machine_checks import Check, Status, folder_check, mac
 from serve_app.cli.checks.model_checks import diagnosis_checks
 from serve_app.cli.clients.client import KeyOption, ServerClient, ServerError, root_of
 from serve_app.config import HeadwayConfig
-from serve_app.models.gguf import local_checkpoint
+from serve_app.models.local_models import local_checkpoint
 
 _LEAST_JOBS_BYTES = 10**9
 _COLORS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}

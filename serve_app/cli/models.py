@@ -10,8 +10,8 @@ from rich.filesize import decimal
 
 from replicas.errors import ModelLoadError
 from serve_app.cli.clients.terminal import date_text, fail, print_table
-from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
-from serve_app.preflight.checkpoint import local_directory
+from serve_app.models.default_model import DEFAULT_MODEL_NAME
+from serve_app.models.local_models import local_directory
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Models in the caches of this machine.")
 
@@ -35,7 +35,7 @@ def pull(
     """Fetch MODEL, or convert it if it is a GGUF file, so that `headway serve` starts at once; print its directory."""
     try:
         print(_directory_of(model))
-    except (ModelLoadError, DefaultModelUnavailable) as error:
+    except ModelLoadError as error:
         fail(str(error))
 
 
@@ -66,8 +66,6 @@ def rm(
 
 def _directory_of(model: str) -> str:
     """Return the directory of a model after fetching or converting it."""
-    if model == DEFAULT_MODEL_NAME:
-        return str(default_model())
     directory = local_directory(model)
     if directory is not None:
         return str(directory)

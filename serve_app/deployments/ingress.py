@@ -29,7 +29,7 @@ from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.keys.rate_limits import KeyLimiter
-from serve_app.models.gguf import local_checkpoint
+from serve_app.models.local_models import local_checkpoint
 from serve_app.monitoring.http import HttpMetrics
 from serve_app.monitoring.load_history import LoadHistory
 from serve_app.process import return_freed_memory, share_gil, trim_heaps, without_collection

@@ -26,7 +26,7 @@ from serve_app.deployments.serve_hooks import listen_on_loopback
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answer
 from serve_app.jobs.webhooks.addresses import AllowedHosts
-from serve_app.models.gguf import local_checkpoint
+from serve_app.models.local_models import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, export_forever, jobs_exporter
 from serve_app.process import return_freed_memory, trim_heaps, without_collection
 from serve_app.settings.processes import JobsProcess

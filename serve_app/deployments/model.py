@@ -27,7 +27,7 @@ from router.scaling.ingress_reports import (
 )
 from serve_app.deployments.process import log_through_serve
 from serve_app.deployments.serve_hooks import listen_on_loopback
-from serve_app.models.gguf import local_checkpoint
+from serve_app.models.local_models import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, engine_exporter, export_forever
 from serve_app.process import trim_heaps, without_collection
 from serve_app.settings.processes import ModelProcess

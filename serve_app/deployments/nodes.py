@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from serve_app.config import HeadwayConfig
+from serve_app.models.default_model import DEFAULT_MODEL_NAME
 from serve_app.preflight.machine import Finding, Placement, machine_findings
 
 _log = logging.getLogger(f"ray.serve.{__name__}")
@@ -60,7 +61,8 @@ def findings_of_nodes(config: HeadwayConfig, stopped: Collection[tuple[str, int]
         if node_id != own_id
     }
     findings = {own_id: list(machine_findings(config, placements[own_id]))} if own_id in placements else {}
-    limit_s = _CONVERSION_LIMIT_S if config.model_path.endswith(".gguf") else _LIMIT_S
+    is_converted = config.model == DEFAULT_MODEL_NAME or config.model_path.endswith(".gguf")
+    limit_s = _CONVERSION_LIMIT_S if is_converted else _LIMIT_S
     if tasks:
         ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=limit_s)
     for node_id, task in tasks.items():

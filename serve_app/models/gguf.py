@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 import tempfile
@@ -15,31 +14,9 @@ from serve_app.models.torch_process import run_module
 
 MODELS_DIRECTORY = Path("~/.cache/headway/models")
 _CONVERT_LIMIT_S = 1800.0
-_FORM = "4 or 8 bits, IQ4 in 4"
+CHECKPOINT_FORM = "4 or 8 bits, IQ4 in 4"
 """Form of converted checkpoints. Those of earlier forms are not used."""
 _log = logging.getLogger(__name__)
-
-
-def local_checkpoint(model: str, cache: Path = MODELS_DIRECTORY) -> str:
-    """Return the directory of the converted checkpoint if `model` is a GGUF file, or the name of one in the cache.
-
-    Any other model is returned unchanged. The first call for a file converts it, which takes a while. Concurrent calls
-    on one machine wait for it.
-
-    Raises:
-        ModelLoadError: the file is missing or cannot be converted.
-    """
-    path = Path(model).expanduser()
-    if path.suffix != ".gguf":
-        cached = cache.expanduser() / model
-        is_name = path.name == model and not model.startswith(".") and not path.exists()
-        return str(cached) if is_name and cached.is_dir() else model
-    if not path.is_file():
-        raise ModelLoadError(f"there is no file {path}")
-    path = path.resolve()
-    stat = path.stat()
-    key = hashlib.blake2b(f"{path} {stat.st_size} {stat.st_mtime_ns} {_FORM}".encode(), digest_size=6).hexdigest()
-    return str(convert_once(path, cache.expanduser() / f"{path.stem}-{key}"))
 
 
 def convert_once(file: Path, directory: Path, *, keeps_bits: bool = True) -> Path:

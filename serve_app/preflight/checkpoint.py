@@ -8,13 +8,11 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 
-from replicas.errors import ModelLoadError
 from replicas.model.hardware.limits import available_memory_bytes
 from replicas.model.loading.checks import check_config, shapes_digest
 from replicas.model.loading.facts import ModelFacts, choose_max_model_len
 from replicas.model.loading.memory import check_memory, replica_memory
 from serve_app.config import HeadwayConfig
-from serve_app.models.gguf import local_checkpoint
 from serve_app.models.progress import working
 from serve_app.models.torch_process import run_module
 from serve_app.models.whole_files import write_whole
@@ -27,22 +25,6 @@ _CHECKS = Path("~/.cache/headway/checked-models")
 It is named by a hash of the config, the weights' shapes, the check's version and transformers' version.
 """
 _CHECK_VERSION = "2"
-
-
-def local_directory(model: str) -> Path | None:
-    """Return the directory of a model on this machine; None: `model` is a hub id. A GGUF file is converted, once.
-
-    Raises:
-        ModelLoadError: there is no such directory or file, or it cannot be converted.
-    """
-    directory = Path(local_checkpoint(model)).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.is_file():
-        raise ModelLoadError(f"{model} is a file and no checkpoint; name a directory, a .gguf file or a hub id")
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise ModelLoadError(f"there is no directory {model}")
-    return None
 
 
 def check_checkpoint(directory: Path, config: HeadwayConfig, num_replicas: int, freed_bytes: int = 0) -> None:

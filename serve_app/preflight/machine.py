@@ -16,9 +16,10 @@ from replicas.model.loading.checks import check_config
 from replicas.text.tokenizer_files import SMALL_HUB_FILES, load_tokenizer
 from serve_app.config import HeadwayConfig
 from serve_app.keys.key_file import read_owners
+from serve_app.models.local_models import local_directory
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.tokenize.prompt_encoder import PromptEncoder
-from serve_app.preflight.checkpoint import check_checkpoint, local_directory
+from serve_app.preflight.checkpoint import check_checkpoint
 
 _SQLITE = "sqlite:///"
 

@@ -116,6 +116,7 @@ def test_every_field_says_what_it_does():
     ("model", "served_model_name", "expected"),
     [
         (None, None, "headway-demo"),
+        ("headway-demo", None, "headway-demo"),
         ("org/model-7b", None, "org/model-7b"),
         ("org/model-7b", "mine", "mine"),
         (None, "mine", "mine"),

@@ -112,4 +112,4 @@ def can_fuse(model: PreTrainedModel) -> bool:
 
 
 def _norm(module: Any) -> Norm:
-    return Norm(module.weight.detach(), float(module.variance_epsilon))
+    return Norm(module.weight.detach().clone(), float(module.variance_epsilon))

@@ -12,9 +12,12 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Root mean square normalisation over the last dimension."""
+    """Root mean square normalisation over the last dimension.
 
-    weight: Tensor  # [size]
+    `weight` [size] is a copy of the model's: a view of a few numbers would keep a whole file of the checkpoint mapped.
+    """
+
+    weight: Tensor
     epsilon: float
 
 

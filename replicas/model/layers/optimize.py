@@ -114,7 +114,7 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.weight: nn.Parameter = original.weight
         self.variance_epsilon = float(original.variance_epsilon)
-        self._norm = Norm(self.weight.detach(), self.variance_epsilon)
+        self._norm = Norm(self.weight.detach().clone(), self.variance_epsilon)
         self._ops = ops
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from replicas.model.loading.checks import num_weights
 from replicas.model.loading.memory import replica_memory
 from serve_app.cli.checks.machine_checks import Check, Status
 from serve_app.cli.clients.terminal import stderr
-from serve_app.config import HeadwayConfig
+from serve_app.config import DEMO_MODEL_NAME, HeadwayConfig
 from serve_app.models.torch_process import run_module
 
 Diagnosis = Mapping[str, Any]
@@ -90,7 +90,7 @@ def _cache_check(cache_bytes: int, diagnosis: Diagnosis) -> Check:
 
 def _diagnose(directory: Path | None) -> Diagnosis | Check:
     """Return the diagnosis that the process prints, or a failed check."""
-    models = [HeadwayConfig().model_path, *(() if directory is None else (str(directory),))]
+    models = [HeadwayConfig(model=DEMO_MODEL_NAME).model_path, *(() if directory is None else (str(directory),))]
     try:
         line = run_module("the check of the kernels", _MODULE, *models, cpu_limit_s=_CPU_LIMIT_S, has_gpu=True)
     except ModelLoadError as error:

@@ -71,6 +71,8 @@ class Report:
         """Yield the report: a line for each fault of the checkpoint, and at most fourteen others."""
         yield f"Serving {self.config.model_name} at {self.url}"
         yield f"  model      {self._model()}"
+        if self.config.is_toy_model:
+            yield "  note       this model is a toy for tests; its answers are of no use"
         if self.card.weights:
             yield f"  weights    {self.card.weights}"
         yield from (f"  note       {note}" for note in self.card.notes)

@@ -30,7 +30,7 @@ from serve_app.reference.operations import COMPLETION_FAILURES, URGENCY_HEADERS,
 
 _MIN_WAIT_S = 0.5
 """Shortest interval of a stream's comments that a client's read time-out can set, seconds; comments cost work."""
-_ANSWER_HEADERS = ("x-model-replica", "x-headway-not-enforced", "x-ratelimit")
+_ANSWER_HEADERS = ("x-model-replica", "x-headway-toy-model", "x-headway-not-enforced", "x-ratelimit")
 
 
 def _stream(chunk: Any) -> Mapping[str, tuple[Any, ...]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -305,3 +306,16 @@ def test_batch_invariance_in_bfloat16_on_a_cpu_needs_kernels_for_the_whole_model
     options = ModelOptions(str(path), dtype="bfloat16", device="cpu", batch_invariant=True)
     with nullcontext() if words is None else pytest.raises(ModelLoadError, match=words):
         assert not load_model(options).is_batch_invariant
+
+
+# transformers' loader itself holds a few numbers of the other two.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - {"apertus", "deepseek_v3"}))
+def test_a_loaded_model_maps_no_file_of_its_checkpoint(architecture: str, dtype: str, tmp_path: Path) -> None:
+    """A view of one norm's numbers kept all weights in memory twice: mapped, and in huge pages."""
+    checkpoint = write_checkpoint(tmp_path, architecture)
+    for file in checkpoint.glob("*.safetensors"):  # in the model's dtype, or each weight is converted into a copy
+        save_file({name: t.to(choose_dtype(dtype, CPU)) for name, t in load_file(file).items()}, file)
+    loaded = load_model(ModelOptions(str(checkpoint), dtype=dtype, num_threads=1))
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert loaded.vocab_size and not [name for name in mapped if name.startswith(str(checkpoint))]

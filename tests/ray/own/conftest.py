@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from serve_app.cli.server.private_cluster import private_ray_environment
+from serve_app.config import DEMO_MODEL_NAME
 from testkit.free_port import free_port
 from testkit.limits import LIMIT_S, START_LIMIT_S
 from testkit.serving.served import ROOT, Served, clean_environment, running, wait_for
@@ -141,7 +142,7 @@ def _text_of(events: str) -> str:
 def local_config(tmp_path: Path, **args: Any) -> Path:
     """The repository's local.yaml with other arguments, in a file."""
     config = yaml.safe_load((CONFIGS / "local.yaml").read_text())
-    config["applications"][0]["args"].update(args)
+    config["applications"][0]["args"].update({"model": DEMO_MODEL_NAME, **args})
     path = tmp_path / "local.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

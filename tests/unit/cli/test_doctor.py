@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from serve_app.cli.checks.machine_checks import Check, Status, folder_check, machine_checks, port_check
 from serve_app.cli.checks.model_checks import device_check, memory_checks
 from serve_app.cli.main import app
-from serve_app.config import HeadwayConfig
+from serve_app.config import DEMO_MODEL_NAME, HeadwayConfig
 
-DEMO = Path(HeadwayConfig().model_path)
+DEMO = Path(HeadwayConfig(model=DEMO_MODEL_NAME).model_path)
 ON_CPU: dict[str, Any] = {
     "is_gpu": False,
     "gpu_memory_bytes": 0,

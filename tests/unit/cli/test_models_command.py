@@ -10,7 +10,7 @@ from serve_app.cli.main import app
 from serve_app.cli.server.served_model import prepare_model
 from serve_app.models.cache import cached_models
 from serve_app.models.default_model import DEFAULT_MODEL_NAME
-from serve_app.preflight.checkpoint import local_directory
+from serve_app.models.local_models import local_directory
 from serve_app.preflight.fields import read_fields
 
 

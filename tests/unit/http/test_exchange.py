@@ -25,6 +25,16 @@ async def test_every_response_has_an_id_and_a_time(make_api: MakeApi) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_toy_model_says_so_in_every_completion(make_api: MakeApi, stream: bool) -> None:
+    toy, real = make_api(settings={"is_toy_model": True}), make_api()
+    for _ in range(2):
+        response = await toy.complete(stream=stream)
+        assert response.headers["x-headway-toy-model"] == f"{MODEL} is for tests; serve another model"
+    assert "x-headway-toy-model" not in (await real.complete(stream=stream)).headers
+    assert "x-headway-toy-model" not in (await toy.http.get("/health")).headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_id_of_the_client_is_kept(api: Api, stream: bool) -> None:
     body = {"model": MODEL, "prompt": "hi", "stream": stream}
     for _ in range(2):

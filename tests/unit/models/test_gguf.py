@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from replicas.errors import ModelLoadError
 from replicas.text.tokenizer_files import load_tokenizer
-from serve_app.models.gguf import local_checkpoint
+from serve_app.models.local_models import local_checkpoint
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.model.tiny_gguf import write_gguf
 
