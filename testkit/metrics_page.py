@@ -21,8 +21,8 @@ _INTRODUCTION = """# Metrics
 `GET /metrics` of an ingress is a page for Prometheus: metrics of the ingress, of every engine and of the jobs process.
 Each process also gives its metrics to Ray every 5 s. Ray's exporter writes `vllm:x` as `ray_vllm_x` and `headway:x`
 as `ray_headway_x`, with the labels `application`, `deployment`, `replica` and `WorkerId`. It has no label `engine` or
-`tenant`, and adds up the tenants; of a gauge that is infinite it has the last finite value. A counter appears there
-with its first event. Ray computes the sum of a histogram from the middles of its buckets; its buckets and its count are
+`tenant`, and adds up the tenants. It cannot show an infinite gauge, and keeps the last finite value instead. A counter
+appears there with its first event. Ray computes the sum of a histogram from the middles of its buckets; its buckets and its count are
 exact.
 [Operating](operating.md#prometheus-and-grafana) says how Prometheus finds both.
 
