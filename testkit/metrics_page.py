@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric as Family
@@ -19,23 +19,23 @@ from testkit.whole_metrics import MODEL, WholeMetrics, whole_metrics
 _INTRODUCTION = """# Metrics
 
 `GET /metrics` of an ingress is a page for Prometheus: metrics of the ingress, of every engine and of the jobs process.
-Each process also gives its metrics to Ray every 5 s. Ray's exporter writes `vllm:x` as `ray_vllm_x` and `headway:x`
-as `ray_headway_x`, with the labels `application`, `deployment`, `replica` and `WorkerId`. It has no label `engine` or
-`tenant`, and adds up the tenants; of a gauge that is infinite it has the last finite value. A counter appears there
-with its first event. Ray computes the sum of a histogram from the middles of its buckets; its buckets and its count are
-exact.
-[Operating](operating.md#prometheus-and-grafana) says how Prometheus finds both.
-
 Names with `vllm:` are vLLM's, with its units and buckets. A histogram `x` has the series `x_bucket`, `x_sum` and
 `x_count`. Counters and histograms also have `x_created`, the unix time at which they began to count. Unit `1` is a
-plain number. `ray_vllm_num_requests_swapped`, always 0, is at Ray's exporter alone: Ray's dashboard asks for it.
+plain number.
+
+Each process also gives its metrics to Ray every 5 s, except those with *. Ray's exporter calls `vllm:x` and `headway:x`
+`ray_vllm_x` and `ray_headway_x`. It has the labels `application`, `deployment`, `replica` and `WorkerId`, but neither
+`engine` nor `tenant`. It cannot show an infinite gauge, and keeps the last finite value instead. A counter appears
+there with its first event. The sum of a histogram is an estimate there, its buckets and count are exact.
+[Operating](operating.md#prometheus-and-grafana) says how Prometheus finds both.
+
 This page is made from the code: `python -m testkit.metrics_page > docs/metrics.md`.
 """
 _TITLES = {
     "engines": """Engines
 
-Of each engine, with the label `engine`: its index in the sorted ids of the replicas. Above 32 engines their sums have
-`engine="all"`.""",
+Of each engine. Every metric has the labels `model_name` and `engine`, the index in the sorted ids of the replicas.
+Above 32 engines their sums have `engine="all"`.""",
     "router": """Ingresses and the router
 
 Of the ingress that answers. A jobs worker routes lines of batches, too: its values have the label
@@ -48,7 +48,7 @@ its own for HTTP (`ray_serve_http_*`).""",
 
 Of the jobs process, which gives them to Ray every 5 s.""",
 }
-_HEAD = "| metric | type | labels | unit | meaning | at Ray's exporter |\n|---|---|---|---|---|---|"
+_HEAD = "| metric | type | labels | unit | meaning |\n|---|---|---|---|---|"
 _UNITS = (
     (r"start_time_seconds$", "unix s"),
     (r"seconds", "s"),
@@ -70,11 +70,11 @@ class MetricRow:
     name_at_ray: str | None
     """Name at Ray's exporter; None: it is not there."""
 
-    def line(self) -> str:
-        """Return the row in Markdown."""
-        labels = ", ".join(f"`{label}`" for label in self.labels) or "–"
-        at_ray = "–" if self.name_at_ray is None else f"`{self.name_at_ray}`"
-        return f"| `{self.name}` | {self.kind} | {labels} | {self.unit} | {self.meaning} | {at_ray} |"
+    def line(self, common: Collection[str]) -> str:
+        """Return the row in Markdown, without the labels that all rows of its table have."""
+        labels = ", ".join(f"`{label}`" for label in self.labels if label not in common) or "–"
+        mark = " *" if self.name_at_ray is None else ""
+        return f"| `{self.name}`{mark} | {self.kind} | {labels} | {self.unit} | {self.meaning} |"
 
 
 async def sections() -> dict[str, list[MetricRow]]:
@@ -115,8 +115,9 @@ def _of_page_alone(whole: WholeMetrics) -> Iterator[Family]:
 
 
 def _section(title: str, rows: Iterable[MetricRow]) -> Iterator[str]:
+    common = set.intersection(*(set(row.labels) for row in rows))
     yield f"## {_TITLES[title]}\n\n{_HEAD}"
-    yield from (row.line() for row in rows)
+    yield from (row.line(common) for row in rows)
     yield ""
 
 

@@ -234,11 +234,11 @@ def test_an_import_that_runs_up_is_found() -> None:
 
 
 def folder_lines() -> str:
-    """One line for each folder: its name and the first line of its docstring."""
-    lines = {name: (ast.get_docstring(TREES[name]) or "").partition("\n")[0] for name in FILES if is_package(name)}
-    return "".join(
-        f"- `{name.replace('.', '/')}`: {line}\n" for name, line in lines.items() if name.split(".")[0] != "tests"
-    )
+    """One line for each folder of the product, the test kit and the benchmarks: the first line of its docstring."""
+    names = [name for name in FILES if is_package(name) and (name.startswith(PRODUCT) or "." not in name)]
+    lines = {name: (ast.get_docstring(TREES[name]) or "").partition("\n")[0] for name in names}
+    listed = (f"- `{name.replace('.', '/')}`: {line}\n" for name, line in lines.items() if name != "tests")
+    return f"\n{''.join(listed)}\n"
 
 
 def test_the_documented_folders_are_those_of_the_tree() -> None:

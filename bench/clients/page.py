@@ -20,10 +20,8 @@ GATE = (
 _INTRODUCTION = """# Clients
 
 Stock clients against a served application, in four ways: text, a stream, structured output, and tools (a call, its
-result, and the answer). `python -m bench.clients` makes an environment for each client, serves a tiny model that
-answers given prompts with given texts, and runs a small program a client (`bench/clients/programs`). The model is a
-real checkpoint, and calls and objects are bound by grammars as with any other. The table is made from
-`bench/results/clients.json` by `python -m bench.clients.page > docs/clients.md`.
+result, and the answer). `python -m bench.clients` runs a small program for each (`bench/clients/programs`) against a
+tiny model with scripted answers. `python -m bench.clients.page > docs/clients.md` makes this page of the outcomes.
 
 A client takes the server's address as its base URL, such as `http://127.0.0.1:8000/v1`, and any API key where no key
 file is configured. Clients that speak to OpenAI's Responses API by default must be told to use chat completions.

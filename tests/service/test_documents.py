@@ -1,14 +1,18 @@
 """The commands of the documents work: every block runs, in the order of its document, against a real server."""
 
 import asyncio
+import json
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Iterator
+import tomllib
+from collections.abc import AsyncIterator, Callable, Iterator
+from configparser import RawConfigParser
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import yaml
 
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
@@ -18,7 +22,7 @@ from testkit.http.local_service import local_service
 from testkit.limits import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 URL = "http://127.0.0.1:8000"
 """Address of the server in the documents."""
 MODEL = "SmolLM2-135M-Instruct"
@@ -33,6 +37,7 @@ ELSEWHERE = {
     "pip ": "tests/ray/own/test_installed_wheel.py",
     "uv ": "its option is in uv's documents",
     ". ": "it changes the shell; tests/ray/serve/launch/test_private_cluster.py runs Ray's commands after it",
+    "ulimit ": "it changes the shell; tests/unit/test_deploy_files.py checks the variables that follow it",
     "ray ": "tests/ray/serve/launch/test_private_cluster.py; `ray up` needs an account",
     "serve ": "tests/ray/own/test_deploy.py",
     "kubectl ": "tests/unit/deploy/test_deploy_files.py checks the file against its schema",
@@ -43,9 +48,23 @@ ELSEWHERE = {
     "python -m bench": "bench has tests of its own in tests/unit/bench",
 }
 """Beginnings of commands that do not run here, and the test that runs them or the reason."""
-NOT_COMMANDS = {"text", "yaml", "ini", "json"}
+SCRIPTED = {"tools": "tests/service/test_tools.py runs its program, with a model that calls tools"}
+"""Documents whose Python does not run here, and the test that runs it."""
+READERS: dict[str, Callable[[str], object]] = {
+    "yaml": yaml.safe_load,
+    "json": json.loads,
+    "ini": lambda text: RawConfigParser(strict=False).read_string(text),
+}
+"""Languages of data, and what reads a block of each."""
+NOT_RUN = {
+    "text": "output, or a command for a machine that the tests do not have",
+    "nginx": "docs/proxy.md: nginx is not installed everywhere",
+    "caddy": "docs/proxy.md: Caddy is not installed everywhere",
+}
+"""Languages of blocks that nothing runs or reads, and the reason."""
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+_LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 def blocks_of(document: Path) -> Iterator[tuple[str, str]]:
@@ -79,12 +98,46 @@ def environment(tmp_path: Path, url: str) -> dict[str, str]:
     return {"PATH": path, "HOME": str(tmp_path), "HEADWAY_URL": url, "LANG": "C.UTF-8", "HF_HUB_OFFLINE": "1"}
 
 
+def anchors_of(document: Path) -> set[str]:
+    """Return the anchors of a document's headings, by the rule that GitHub and the site share."""
+    text = _BLOCK.sub("", document.read_text())
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in _HEADING.findall(text)}
+
+
+def broken_links_of(document: Path) -> list[str]:
+    """Return the links that lead to no file or to no heading of it, and those that leave the site's folder."""
+    broken = []
+    for path, anchor in _LINK.findall(_BLOCK.sub("", document.read_text())):
+        target = (document.parent / path).resolve() if path else document
+        leaves = document.parent.name == "docs" and not target.is_relative_to(document.parent)
+        if leaves or not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(f"{path}#{anchor}")
+    return broken
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-def test_blocks_name_their_language_and_links_lead_to_files(document: Path) -> None:
-    languages = {language for language, _ in blocks_of(document)}
-    assert languages <= {"sh", "python", *NOT_COMMANDS}
-    links = _LINK.findall(document.read_text())
-    assert [link for link in links if not (document.parent / link).exists()] == []
+def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
+    assert broken_links_of(document) == []
+
+
+def test_a_link_to_no_heading_is_broken(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One, two\n[a](#one-two) [b](#three) [c](other.md) [d](page.md#one-two)\n```text\n[e](x)\n```\n")
+    assert broken_links_of(page) == ["#three", "other.md#"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_blocks_name_their_language_and_data_can_be_read(document: Path) -> None:
+    for language, text in blocks_of(document):
+        assert language in {"sh", "python", *READERS, *NOT_RUN}
+        if language in READERS:
+            READERS[language](text)
+
+
+def test_the_site_has_every_document() -> None:
+    project = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    pages = [page for part in project["nav"] for of_part in part.values() for page in of_part]
+    assert sorted(pages) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -92,7 +145,7 @@ def test_blocks_name_their_language_and_links_lead_to_files(document: Path) -> N
 async def test_every_command_works(document: Path, url: str, environment: dict[str, str], tmp_path: Path) -> None:
     for language, text in blocks_of(document):
         script = text.replace(URL, url).replace(".venv/bin/", "")
-        if language == "python":
+        if language == "python" and document.stem not in SCRIPTED:
             await run([sys.executable, "-c", script], environment, tmp_path)
         elif language == "sh" and runnable(script).strip():
             await run(["bash", "-euo", "pipefail", "-c", runnable(script)], environment, tmp_path)

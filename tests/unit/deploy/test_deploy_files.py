@@ -81,6 +81,8 @@ def test_every_node_has_the_edge() -> None:
     for command in (*CLUSTER["head_start_ray_commands"], *CLUSTER["worker_start_ray_commands"]):
         if "ray start" in command:
             assert EDGE.items() <= dict(word.split("=", 1) for word in command.split() if "=" in word).items()
+    by_hand = (ROOT / "docs" / "cluster.md").read_text().partition("export ")[2].partition("```")[0]
+    assert dict(word.split("=", 1) for word in by_hand.split() if "=" in word) == EDGE | {"RAY_AUTH_MODE": "token"}
     function = import_module(MIDDLEWARE_PATH.partition(":")[0])
     assert callable(getattr(function, MIDDLEWARE_PATH.partition(":")[2]))
 
