@@ -118,7 +118,7 @@ class HeadwayConfig(_SettingsOfParts):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     model: str | None = DEFAULT_MODEL_NAME
-    """Directory, GGUF file or hub id of the model, or the name of the default model, which each node fetches once. None
+    """Directory, GGUF file or hub id of the model. Each node fetches the default model once, by its name. None
     or `headway-demo`: the bundled demo model, a toy for tests. Each node converts a GGUF file once, into its cache of
     models."""
     served_model_name: str | None = Field(default=None, pattern=r"[^,\s]")

@@ -76,7 +76,7 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML file of fields (`max_num_seqs: 64`); the command line wins over it.",
+            help="YAML file of fields; the command line wins over it.",
             callback=_use_config_file,
             is_eager=True,
         ),

@@ -65,6 +65,6 @@ def test_a_template_that_cannot_be_used_is_refused_before_the_start(tmp_path: Pa
 
 
 def test_a_missing_file_is_refused_before_the_start() -> None:
-    config = read_fields({"chat_template": "/no/template.jinja"})
+    config = read_fields({"model": DEMO_MODEL_NAME, "chat_template": "/no/template.jinja"})
     with pytest.raises(ModelLoadError, match=r"chat_template is '/no/template\.jinja'; it must be a file"):
         check_text(config.model_path, config)

@@ -63,7 +63,7 @@ def stop_within_a_message() -> None:
 
 @pytest.fixture(scope="module")
 def process(tokenizer: Any) -> Iterator[WorkProcess]:
-    process = WorkProcess(partial(encoder_of, tokenizer.name_or_path, None))
+    process = WorkProcess(partial(encoder_of, tokenizer.name_or_path, None, None))
     wait_until(process.is_ready)
     yield process
     process.end()
@@ -75,7 +75,7 @@ def test_work_is_done_in_another_process_at_low_priority(process: WorkProcess) -
 
 
 def test_its_encoder_is_the_one_that_it_has_prepared(process: WorkProcess, tokenizer: Any) -> None:
-    encoder = encoder_of(tokenizer.name_or_path, None)
+    encoder = encoder_of(tokenizer.name_or_path, None, None)
     assert process.call(partial(encoder.encode_prompts, ["the quick", [1, 2]], None, True)) == encoder.encode_prompts(
         ["the quick", [1, 2]], None, True
     )

@@ -1,6 +1,6 @@
 """Each endpoint of other servers is answered, or refused with what to use in its place.
 
-`python -m tests.unit.endpoints.test_other_apis` prints the table.
+`python -m tests.unit.http.test_other_apis` prints the table.
 """
 
 import re
@@ -9,24 +9,24 @@ from pathlib import Path
 import pytest
 
 from serve_app.http.other_apis import OTHER_APIS, hint_for
-from testkit.http.api import Api, MakeApi, refusal
+from testkit.http.api import Api, refusal
 
 LINES = Path(__file__).with_name("other_endpoints.txt").read_text().splitlines()
 ENDPOINTS = [tuple(line.split()) for line in LINES if not line.startswith("#")]
 HINTS = {hint for hints in OTHER_APIS.values() for hint in hints.values()}
 
 
-@pytest.mark.parametrize(("method", "path"), ENDPOINTS)
-async def test_an_endpoint_is_answered_or_refused_with_a_hint(make_api: MakeApi, method: str, path: str) -> None:
-    response = await make_api().http.request(method, path)
-    if method == "HEAD":
-        assert response.status_code == 404
-        return
-    code = response.json()["error"]["code"] if response.status_code in (404, 405) else None
-    if code in ("unsupported_endpoint", "not_found", "method_not_allowed"):
-        assert refusal(response)[:2] == (404, "unsupported_endpoint")
-        hint = hint_for(path)
-        assert hint is not None and response.json()["error"]["message"].endswith(f"by this server: {hint}")
+async def test_an_endpoint_is_answered_or_refused_with_a_hint(api: Api) -> None:
+    for method, path in ENDPOINTS:
+        response = await api.http.request(method, path)
+        if method == "HEAD":
+            assert response.status_code == 404, path
+            continue
+        code = response.json()["error"]["code"] if response.status_code in (404, 405) else None
+        if code in ("unsupported_endpoint", "not_found", "method_not_allowed"):
+            assert refusal(response)[:2] == (404, "unsupported_endpoint"), path
+            hint = hint_for(path)
+            assert hint is not None and response.json()["error"]["message"].endswith(f"by this server: {hint}")
 
 
 def test_many_endpoints_have_their_place() -> None:
