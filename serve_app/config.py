@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_type_hints
@@ -65,6 +66,8 @@ PARTS = (
 _DEMO_MODEL_DIRECTORY = Path(__file__).resolve().parents[1] / "replicas" / "demo"
 
 _NUM_KNOWN_INGRESSES = 8
+_GPU_SEQS, _GPU_BATCHED_TOKENS = 256, 2048
+"""Defaults of `max_num_seqs` and `max_num_batched_tokens` with a GPU, with which an H200 was measured."""
 _PROMOTE_SHARE = 0.75
 """Share of `max_starvation_s` after which a request is promoted. The rest is for waiting for a free slot and computing
 the prompt."""
@@ -436,6 +439,13 @@ class HeadwayConfig(_SettingsOfParts):
     def max_ongoing_requests_for_jobs(self) -> int:
         """Most calls to a jobs worker; above the requests in all ingresses, so that long polls block no call."""
         return self.max_ongoing_requests_per_ingress * self.most_ingresses + _CONTROL_CALLS
+
+    def limits_on_gpu(self) -> Mapping[str, int]:
+        """Return the limits of steps that are not given, as they are for a replica with a GPU."""
+        given, limits = self.model_fields_set, self._part(EngineLimits)
+        max_tokens = limits.max_num_batched_tokens if "max_num_batched_tokens" in given else _GPU_BATCHED_TOKENS
+        max_seqs = limits.max_num_seqs if "max_num_seqs" in given else min(_GPU_SEQS, max(1, max_tokens - 1))
+        return {"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens}
 
     def flow_limits(self) -> FlowLimits:
         """Compose the limits of the requests that wait in an ingress."""

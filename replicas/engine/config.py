@@ -27,9 +27,10 @@ class EngineLimits:
     block_size: int = setting(16, ge=1)
     """Tokens in one block of the KV cache."""
     max_num_seqs: int = setting(32, ge=1)
-    """Most sequences that run together in one replica."""
+    """Most sequences that run together in one replica. With a GPU the default is 256."""
     max_num_batched_tokens: int = setting(512, ge=1)
-    """Most tokens that one engine step computes. Less makes decodes smoother and prefills slower."""
+    """Most tokens that one engine step computes. Less makes decodes smoother and prefills slower. With a GPU the
+    default is 2,048."""
     target_itl_ms: float | None = setting(None, gt=0)
     """Target for the time between two tokens of a stream, milliseconds. Steps in which sequences decode compute fewer
     prompt tokens, down to none, to stay within 20 % of it. None: only `max_num_batched_tokens` limits them."""

@@ -11,10 +11,10 @@ from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache, bytes_per_block, num_tensors
-from replicas.model.attention.select import choose_attention
+from replicas.model.attention.select import FlashAndTriton, choose_attention
 from replicas.model.batch.inputs import batches_of_every_kind, dummy_batches, dummy_item
-from replicas.model.cuda_graphs.graphs import GraphRunner, PlannedAttention, step_shapes
-from replicas.model.hardware.device import choose_cache_dtype
+from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, largest_mixed, step_shapes
+from replicas.model.hardware.device import choose_cache_dtype, compute_capability
 from replicas.model.hardware.device_memory import CudaMemory, MemoryShare, MemoryUse, measure_use
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
@@ -62,10 +62,10 @@ def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
 class _GraphBuilder:
     """Builder of captured steps over a cache."""
 
-    def __init__(self, loaded: LoadedModel, attention: PlannedAttention, limits: EngineLimits) -> None:
+    def __init__(self, loaded: LoadedModel, attention: PlannedAttention, limits: EngineLimits, max_mixed: int) -> None:
         self._loaded = loaded
         self._attention = attention
-        self._shapes = step_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._shapes = step_shapes(limits.max_num_seqs, limits.max_num_batched_tokens, max_mixed)
         self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
         self._is_possible = True
 
@@ -85,7 +85,10 @@ def _graph_builder(
     planned: PlannedAttention | None = getattr(attention, "planned", None)  # The gather backend has none.
     if loaded.device.type != "cuda" or planned is None or options.enforce_eager:
         return None
-    return _GraphBuilder(loaded, planned, limits)
+    # FlashAttention 3 is faster than the graphs' attention for long prompts.
+    has_flash = isinstance(attention, FlashAndTriton)
+    max_mixed = SMALL_MIXED if has_flash else largest_mixed(compute_capability(loaded.device))
+    return _GraphBuilder(loaded, planned, limits, max_mixed)
 
 
 def _measure_on_cuda(

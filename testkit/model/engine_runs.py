@@ -20,7 +20,7 @@ from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.probe import probe_attention
 from replicas.model.attention.select import choose_attention
 from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer
-from replicas.model.cuda_graphs.graphs import GraphRunner, PlannedAttention, step_shapes
+from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, step_shapes
 from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.loading.options import Device, Dtype, ModelOptions, Quantization
 from replicas.model.loading.tokenizer import make_decoder
@@ -88,15 +88,17 @@ def build_engine(
     counts_on_device: bool = False,
     cache_dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
+    max_mixed: int = SMALL_MIXED,
 ) -> Engine:
     """Return an engine, with async scheduling if `is_ahead`; given `planned` attention, small steps have fixed sizes.
 
     If `counts_on_device`, penalties apply as on a GPU. `cache_dtype` is that of the KV cache, `vocab_size` the number
-    of tokens that the engine accepts; None: the model's.
+    of tokens that the engine accepts; None: the model's. `max_mixed` is the number of tokens of the largest padded step
+    with prompts.
     """
     sizes = sizes or Sizes()
     cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, cache_dtype or loaded.dtype, loaded.device)
-    shapes = step_shapes(sizes.max_num_seqs, sizes.max_num_batched_tokens)
+    shapes = step_shapes(sizes.max_num_seqs, sizes.max_num_batched_tokens, max_mixed)
     graphs = None if planned is None else GraphRunner(loaded, cache, planned, shapes)
     config = EngineConfig(
         num_blocks=sizes.num_blocks,

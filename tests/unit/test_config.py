@@ -17,6 +17,7 @@ from router.scaling.autoscaling import DownscaleDelay
 from router.types import LatencyTargets
 from serve_app.config import PARTS, HeadwayConfig
 from serve_app.config_page import IMPORTANT, page
+from serve_app.deployments.autoscaling import with_gpus
 from serve_app.settings.replaced import REPLACED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,26 @@ def test_a_mistake_is_refused_in_words(fields, words):
 def test_the_device_auto_is_a_gpu_only_for_a_replica_that_was_given_one(device, num_gpus, expected):
     options = HeadwayConfig(device=device).replica_options().with_gpus(num_gpus)
     assert (options.model.device, options.runner.num_gpus) == (expected, num_gpus)
+
+
+@pytest.mark.parametrize(
+    ("fields", "limits"),
+    [
+        ({}, (256, 2048)),
+        ({"max_num_seqs": 64}, (64, 2048)),
+        ({"max_num_batched_tokens": 128}, (127, 128)),
+        ({"max_num_batched_tokens": 512, "max_num_seqs": 32}, (32, 512)),
+    ],
+)
+def test_limits_of_steps_that_are_not_given_depend_on_the_device(fields, limits):
+    on_gpu = with_gpus(HeadwayConfig(num_gpus_per_replica=1, max_replicas=1, **fields))
+    assert (on_gpu.engine_limits().max_num_seqs, on_gpu.engine_limits().max_num_batched_tokens) == limits
+    assert with_gpus(on_gpu) == on_gpu
+
+
+def test_without_a_gpu_the_limits_of_steps_are_those_of_a_processor():
+    limits = with_gpus(HeadwayConfig(num_gpus_per_replica=0)).engine_limits()
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (32, 512)
 
 
 def test_every_field_says_what_it_does():

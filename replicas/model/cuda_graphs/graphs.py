@@ -32,8 +32,22 @@ PlannedAttention = Callable[[KVCache, Tensor, AttentionPlan], AttentionContext]
 _MEBIBYTE = 2**20
 
 
-_MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens of the captured steps that have prompts. A larger step takes the device longer than the host to launch."""
+_MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+"""Tokens of the captured steps that have prompts."""
+_LARGEST_MIXED = {90: 2048, 100: 2048}
+"""Tokens of the largest captured step with prompts, by compute capability. A larger step takes the device longer than
+the host to launch. On an H200 that holds from 2,048 tokens on; no other GPU was measured, and a B200 is faster.
+
+All replicas choose by this table, never by a measurement: the padding of a step may change bits, and equal weights must
+give equal tokens everywhere.
+"""
+SMALL_MIXED = 512
+"""The same for other GPUs, and where prompts have a kernel of their own that graphs do not use."""
+
+
+def largest_mixed(capability: int) -> int:
+    """Return the tokens of the largest step with prompts to capture on a GPU of a compute capability, such as 90."""
+    return _LARGEST_MIXED.get(capability, SMALL_MIXED)
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -46,9 +60,12 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*sizes, max_num_seqs)
 
 
-def step_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepShape, ...]:
-    """Return the shapes to capture: those of decodes, then those of steps with prompts, each in order of size."""
-    largest = min(max_num_batched_tokens, _MIXED_SIZES[-1])
+def step_shapes(max_num_seqs: int, max_num_batched_tokens: int, max_mixed: int = SMALL_MIXED) -> tuple[StepShape, ...]:
+    """Return the shapes to capture: those of decodes, then those of steps with prompts, each in order of size.
+
+    `max_mixed` is the number of tokens of the largest step with prompts.
+    """
+    largest = min(max_num_batched_tokens, max_mixed)
     sizes = [size for size in _MIXED_SIZES if size < largest]
     return (
         *(StepShape.decodes(size) for size in bucket_sizes(max_num_seqs)),

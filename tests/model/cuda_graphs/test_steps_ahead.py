@@ -6,17 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from bench.gpu.model_checks import check_ahead
 from replicas.engine.config import EngineLimits
-from replicas.model.attention.gather import attend_dense
-from replicas.model.attention.interface import AttentionCall
 from replicas.model.attention.kv_cache import KVCache
-from replicas.model.attention.plan import AttentionPlan, ChunkGroup
 from replicas.model.batch.inputs import dummy_item
 from replicas.model.cuda_graphs.buffers import StepShape
-from replicas.model.cuda_graphs.graphs import GraphRunner, PlannedAttention, bucket_sizes, step_shapes
+from replicas.model.cuda_graphs.graphs import GraphRunner, PlannedAttention, bucket_sizes, largest_mixed, step_shapes
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.tokenizer import SilentDecoder
@@ -27,7 +23,7 @@ from testkit.engine.scripted_constraint import ScriptedConstraint
 from testkit.engine.timed_runner import StepTimes, TimedRunner
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import Sizes, build_engine, load, num_preemptions, random_prompts, run
-from testkit.model.paged_cases import attend_by_definition
+from testkit.model.planned_gather import PlannedGather
 
 ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3", "gpt2")
 ROOMY, TIGHT = Sizes(), Sizes(num_blocks=54, block_size=4)
@@ -43,49 +39,6 @@ PARAMS = (
 )
 PROMPTS = random_prompts((5, 33, 60, 41, 17, 25, 9, 48))
 LOOKING_BACK = SamplingParams(max_tokens=12, seed=7, repetition_penalty=1.3, frequency_penalty=0.4)
-
-
-class PlannedGather:
-    """Attention by the tensors of a plan alone, over every slot that its tables name."""
-
-    def __init__(self, cache: KVCache, slots: Tensor, plan: AttentionPlan) -> None:
-        self._cache, self._slots, self._plan = cache, slots, plan
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        layer = self._cache[call.layer]
-        layer.write(self._slots, call.key, call.value)
-        # What is in no chunk is nobody's promise to be a number.
-        output = call.value.new_full((*call.query.shape[:2], call.value.shape[2]), torch.nan)
-        if self._plan.decodes is not None and bool((self._plan.decodes.chunks[:, 2] > 0).any()):
-            self._attend_decodes(call, self._plan.decodes, output)
-        if self._plan.prefills is not None:
-            self._attend_chunks(call, self._plan.prefills, output)
-        return output
-
-    def _attend_decodes(self, call: AttentionCall, group: ChunkGroup, output: Tensor) -> None:
-        layer, chunks = self._cache[call.layer], group.chunks[group.chunks[:, 2] > 0]
-        lengths = torch.where(chunks[:, 3] >= 0, chunks[:, 1] + 1, 0).clamp(min=1)[:, None]
-        tables = group.tables[chunks[:, 3]].long()
-        keys, values = layer.keys[tables].flatten(1, 2), layer.values[tables].flatten(1, 2)
-        positions = torch.arange(keys.shape[1])
-        visible = (positions < lengths) & (positions >= lengths - (call.window or keys.shape[1]))
-        # Nor is what a row does not see.
-        keys, values = (some.masked_fill(~visible[:, :, None, None], 0.0).transpose(1, 2) for some in (keys, values))
-        rows = chunks[:, 0].long()
-        attended = attend_dense(call.query[rows][:, :, None], keys, values, visible[:, None, None], call.scoring)
-        output[rows] = attended[:, :, 0]
-
-    def _attend_chunks(self, call: AttentionCall, group: ChunkGroup, output: Tensor) -> None:
-        layer = self._cache[call.layer]
-        for row, start, num_tokens, table_row in group.chunks.tolist():
-            rows, end = slice(row, row + num_tokens), start + num_tokens
-            if num_tokens > 0 and table_row < 0:
-                output[rows] = 0.0
-            elif num_tokens > 0:
-                blocks = group.tables[table_row, : -(-end // self._cache.block_size)].long()
-                keys, values = (some[blocks].flatten(0, 1)[:end] for some in (layer.keys, layer.values))
-                attended = attend_by_definition(call.query[rows], keys, values, call.scoring, call.window)
-                output[rows] = attended.to(output.dtype)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -207,12 +160,17 @@ def test_buckets_are_few_and_waste_at_most_a_fifth(max_num_seqs: int) -> None:
         assert following - size <= max(8, size / 4)
 
 
-@pytest.mark.parametrize("limits", [(1, 1), (1, 2), (8, 20), (256, 2048), (1024, 512)])
-def test_shapes_of_steps_with_prompts_are_few_small_and_hold_what_they_should(limits: tuple[int, int]) -> None:
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("limits", [(1, 1), (1, 2), (8, 20), (256, 700), (256, 2048), (1024, 8192), (1024, 512)])
+def test_shapes_of_steps_with_prompts_are_few_and_hold_what_they_should(
+    limits: tuple[int, int], capability: int
+) -> None:
     max_num_seqs, max_num_batched_tokens = limits
-    mixed = [shape for shape in step_shapes(*limits) if shape.num_chunks > 0]
+    largest = {80: 512, 90: 2048}[capability]
+    mixed = [shape for shape in step_shapes(*limits, largest_mixed(capability)) if shape.num_chunks > 0]
     sizes = [shape.num_tokens for shape in mixed]
-    assert len(sizes) <= 9 and sizes == sorted(set(sizes)) and max(sizes, default=1) == min(max_num_batched_tokens, 512)
+    assert len(sizes) <= 19 and sizes == sorted(set(sizes))
+    assert max(sizes, default=1) == min(max_num_batched_tokens, largest)
     for size, following in itertools.pairwise((8, *sizes)):
         assert following <= 2 * size
     for shape in mixed:
