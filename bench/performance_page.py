@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,15 @@ Rows = Iterable[Sequence[str]]
 _INTRODUCTION = """# Performance
 
 Each table answers one question. The line below it has the command, the machine, the commit and the date. All commits
-are on `main`. No measurement here ran on a GPU. The machines have two cores and other work, so compare figures within a
+are on `main`. From the third table on the machines have two cores, no GPU and other work, so compare figures within a
 table only. `bench/results/README.md` has more measurements, and the present commands of programs that have moved.
 [`headway bench`](commands.md#bench) measures your own server.
 
 This page is made from the code and `bench/results`: `python -m bench.performance_page > docs/performance.md`.
 """
+
+_MAX_COMMAND_CHARS = 160
+"""Most characters of a command that are shown; the record has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ def origin(name: str, result: Result) -> str:
     commit = environment["commit"][:9]
     machine = f"{environment['cpu']}, {environment['cores']} cores"
     when = environment["when"].partition(" ")[0]
-    return f"`{result['command'].strip()}`; {machine}; commit {commit}; {when}; `{name}.json`"
+    command = textwrap.shorten(result["command"], _MAX_COMMAND_CHARS, placeholder=" ...")
+    return f"`{command}`; {machine}; commit {commit}; {when}; `{name}.json`"
 
 
 def _engines(result: Result) -> Rows:
@@ -79,30 +84,9 @@ def _latencies(engine: EngineRecords) -> Iterator[str]:
     yield cell(single, ",.0f")
 
 
-def _methods(result: Result) -> Rows:
-    first = result["outcomes"][0]["tokens_per_s"]
-    for outcome in result["outcomes"]:
-        yield (
-            outcome["method"],
-            f"{outcome['tokens_per_s']:,.0f} ({outcome['tokens_per_s'] / first:.2f})",
-            f"{outcome['ttft_p50_s']:.1f} / {outcome['ttft_p99_s']:.1f}",
-            cell(outcome["urgent_latency_p50_s"], ".1f"),
-        )
-
-
 def _prefix(result: Result) -> Rows:
     for name, key in (("computed", "miss_ttft_ms"), ("found in the cache", "hit_ttft_ms")):
         yield name, f"{result[key]['p50']:.1f}", f"{result[key]['p99']:.1f}"
-
-
-def _budgets(result: Result) -> Rows:
-    for budget in result["budgets"]:
-        yield (
-            str(budget["max_num_batched_tokens"]),
-            f"{budget['undisturbed_p50_ms']:.0f} / {budget['undisturbed_p99_ms']:.0f}",
-            f"{budget['disturbed_p50_ms']:.0f} / {budget['disturbed_p99_ms']:.0f}",
-            f"{budget['prefill_slowdown']:.2f}",
-        )
 
 
 def _formats(result: Result) -> Rows:
@@ -126,6 +110,39 @@ def _targets(result: Result) -> Rows:
         )
 
 
+def _gpu_engines(result: Result) -> Rows:
+    """Yield figures of both engines on a GPU, model by model; Headway's with the larger graphs where it has both."""
+    for model, name in (("llama1b", "1B"), ("llama8b", "8B")):
+        vllm = [line for line in result["vllm"] if line["model"] == model]
+        ours = [line for run in ("headway", "headway_larger_graphs") for line in result[run] if line["model"] == model]
+        for size in (1, 32, 256):
+            theirs = next(line["ms_step_median"] for line in vllm if (line["part"], line.get("b")) == ("decode", size))
+            decodes = [line for line in ours if (line["part"], line.get("B")) == ("decode", size)]
+            yield f"{name}: decode step of {size}, ms", f"{theirs:.2f}", f"{decodes[0]['ms']:.2f}"
+        tokens = [max(line["out_tok_s"] for line in vllm if line["part"].startswith("batch"))]
+        tokens.append(max(line["tok_s"] for line in ours if line["part"] == "trace"))
+        yield f"{name}: 1,000 requests at once, tokens/s", *(f"{value:,.0f}" for value in tokens)
+
+
+_GPU_SERVERS = ("vllm-equal", "headway-tp")
+
+
+def _gpu_service(result: Result) -> Rows:
+    """Yield figures of both servers on a GPU over HTTP."""
+    lines = {(line["server"], line["part"], line.get("rate")): line for line in result["http"]}
+
+    def both(part: str, rate: float | None, form: Callable[[Result], str]) -> Iterator[str]:
+        yield from (form(lines[server, part, rate]) for server in _GPU_SERVERS)
+
+    def ttft(line: Result) -> str:
+        return f"{line['ttft_p50_ms']:,.0f} / {line['ttft_p99_ms']:,.0f}"
+
+    yield "interactive beside a backlog: TTFT p50 / p99 ms", *both("mixed: interactive", 5.0, ttft)
+    for part, name in (("mixed: backlog", "the backlog meanwhile"), ("burst", "500 requests at once")):
+        yield f"{name}, tokens/s", *both(part, None, lambda line: f"{line['out_tok_s']:,.0f}")
+    yield "40 requests a second: TTFT p50 / p99 ms", *both("poisson", 40.0, ttft)
+
+
 def _bars(result: Result) -> Rows:
     for bar in result["bars"]:
         bound = "at least" if bar["is_lower_bound"] else "at most"
@@ -147,6 +164,23 @@ def _simulated(result: Result) -> Rows:
 _BAR_HEADINGS = ("figure", "value", "wanted")
 
 SECTIONS = (
+    Section(
+        "On a GPU: how long does an interactive request wait beside a backlog?",
+        ("gpu_h200",),
+        ("over HTTP, Llama-3.2-1B's shape in bfloat16", "vLLM 0.26, `--scheduling-policy priority`",
+         "Headway, `--profile throughput`"),
+        _gpu_service,
+        "Five interactive requests a second beside 400 batch requests of 2,048 tokens. Both servers run at most 256 "
+        "sequences, without a prefix cache; vLLM was not run with more.",
+    ),
+    Section(
+        "On a GPU: how fast is the engine?",
+        ("gpu_h200",),
+        ("shapes of Llama 3 in bfloat16", "vLLM 0.26", "Headway"),
+        _gpu_engines,
+        "Decodes have 1,024 tokens of context. The 1,000 requests have prompts of up to 1,024 tokens, and outputs of "
+        "up to 512.",
+    ),
     Section(
         "How many tokens a second, next to other engines?",
         ("peers_Q",),
@@ -198,26 +232,10 @@ SECTIONS = (
         tuple(f"{ingresses} by {replicas}" for replicas in ("16", "1,024") for ingresses in (1, 16)),
     ),
     Section(
-        "What does continuous batching gain?",
-        ("baselines_smollm2_shape",),
-        ("method", "tokens/s (of continuous)", "TTFT p50 / p99 s", "urgent requests' latency p50 s"),
-        _methods,
-        "Other ways to batch, over the same engine, kernels and cache with 16 slots.",
-        ("continuous", "sequential", "fixed size, padded", "time window, no padding", "priority, no padding",
-         "transformers generate(), fixed size"),
-    ),
-    Section(
         "What does the prefix cache gain?",
         ("prefix_hit",),
         ("prompt of 1,500 tokens", "TTFT p50 ms", "TTFT p99 ms"),
         _prefix,
-    ),
-    Section(
-        "How long does a prompt make other streams wait?",
-        ("step_fairness_smollm2_shape",),
-        ("`max_num_batched_tokens`", "alone, ITL p50 / p99 ms", "beside a prompt, ms", "prompt takes longer by"),
-        _budgets,
-        "Eight streams beside a long prompt. A smaller step is fairer to the streams and slower for the prompt.",
     ),
     Section(
         "What do fewer bits cost?",
