@@ -49,6 +49,8 @@ _SAMPLED: Mapping[str, SamplingParams] = {
     "temperature": SamplingParams(max_tokens=8),
     "top-p": SamplingParams(max_tokens=8, top_p=0.95),
     "top-k": SamplingParams(max_tokens=8, top_k=50),
+    "min-p": SamplingParams(max_tokens=8, min_p=0.05),
+    "5 logprobs": SamplingParams(max_tokens=8, temperature=0.0, logprobs=5),
     "penalties": SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=1.1, presence_penalty=0.5),
 }
 _LIBRARIES = ("torch", "triton", "transformers", "flash-attn-3", "flash-attn", "flashinfer-python", "kernels")

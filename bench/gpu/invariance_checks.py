@@ -67,7 +67,11 @@ def check_alone(architecture: str, device: Device, dtype: Dtype) -> Check:
         GenerateRequest(f"request-{number}", prompt, _PARAMS[number % len(_PARAMS)])
         for number, prompt in enumerate(random_prompts(_LENGTHS))
     ]
-    alone_engine = partial(make_engine, runner, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=200)
+    # Few blocks: the invariants, which are checked after each step, cover all of them.
+    alone_engine = partial(
+        make_engine, runner, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=200,
+        num_blocks=min(64, runner.num_blocks),
+    )  # fmt: skip
     alone = [run(alone_engine(), [request])[0] for request in requests]
     engine = make_engine(
         runner,

@@ -26,6 +26,7 @@ from replicas.model.build import build_runner
 from replicas.model.hardware.device import compute_capability
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
+from replicas.model.sampling.sampler import token_counts
 from replicas.protocol import GenerateRequest, SamplingParams
 from testkit.model.engine_runs import sample
 
@@ -221,6 +222,7 @@ def measure_sampling(
                 EngineSequence(GenerateRequest(str(row), prompt, replace(params, seed=row)), 0.0, None, row)
                 for row in range(size)
             ]
-            choose = partial(sample, logits, rows)
+            counts = token_counts(size, vocab_size, torch.device(device))
+            choose = partial(sample, logits, rows, counts=counts)
             times[kind][str(size)] = round(median_ms(choose, device, NUM_ITERATIONS if device == "cuda" else 2), 3)
     return times

@@ -19,6 +19,7 @@ from replicas.model.attention.interface import ATTENTION_NAME, AttentionBackend,
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.probe import probe_attention
 from replicas.model.attention.select import choose_attention
+from replicas.model.batch.inputs import LastSampledTokens
 from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, step_shapes
 from replicas.model.loading.loader import LoadedModel, load_model
@@ -163,12 +164,19 @@ def check_equals_generate(engine: Engine, path: Path, prompts: list[Prompt], max
 
 
 def sample(
-    logits: torch.Tensor, sequences: Iterable[Sequence], eos_token_ids: frozenset[int] = frozenset()
+    logits: torch.Tensor,
+    sequences: Iterable[Sequence],
+    eos_token_ids: frozenset[int] = frozenset(),
+    counts: TokenCounts | None = None,
 ) -> list[ItemResult]:
-    """Return the next token of each sequence from its row of logits, with the log probabilities it asks for."""
+    """Return the next token of each sequence from its row of logits, with the log probabilities it asks for.
+
+    Penalties apply by `counts` on the device; None: by the tokens on the host.
+    """
     items = [ScheduledSequence.of(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
     to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
-    sampler = Sampler(items, eos_token_ids, logits.shape[1], to_device)
+    sent = None if counts is None else counts.send(items, LastSampledTokens.none(logits.device), to_device)
+    sampler = Sampler(items, eos_token_ids, logits.shape[1], to_device, sent, has_counts=counts is not None)
     launched = sampler.launch(logits, None, to_device.send(logits.device), to_host)
     to_host.close(logits.device)
     to_host.wait()
