@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from bench.gpu.child import SPOILT
-from bench.gpu.items import Group, Item, Line, OutcomeFile, Target, group_list
+from bench.gpu.items import Group, Item, Line, OutcomeFile, Target, compared, group_list
 from bench.record import RESULTS, write
 
 GROUPS = "bench.gpu.groups:groups"
@@ -158,6 +158,8 @@ def main(arguments: list[str] | None = None) -> int:
         if group.part in parts or group.name in parts:
             GroupProcess(group, target, options.groups, outcomes).run(budget)
             _write(output, options.device, outcomes)
+    if options.compare is not None:
+        print("\n".join(compared(outcomes.lines(), OutcomeFile(options.compare).lines())))
     counts = Counter(line.passed for line in outcomes.lines() if not line.is_blocking)
     print(f"{counts[True]} passed, {counts[False]} failed, {counts[None]} others; written to {output}")
     return 1 if counts[False] else 0
@@ -177,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the smallest form of every item")
     parser.add_argument("--budget-s", type=float, default=560.0, help="most seconds of the whole run")
+    parser.add_argument("--compare", type=Path, help="FILE.jsonl of a former run, whose figures are shown beside these")
     parser.add_argument("--groups", default=GROUPS, help="module:function that returns the groups")
     return parser
 

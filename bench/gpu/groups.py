@@ -38,6 +38,7 @@ from replicas.model.runner import TorchModelRunner
 from replicas.protocol import SamplingParams
 from testkit.model.paged_cases import KINDS, Chunks
 
+LARGE_ARCHITECTURES = ("llama", "gemma2-window", "gpt_oss-window", "qwen3_moe")
 COMPILED_ARCHITECTURES = ("gemma2-window", "gpt_oss-window", "qwen3_moe")
 TINY = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512,
@@ -81,6 +82,9 @@ def _correctness(target: Target) -> Iterable[Group]:
     equals = [(name, partial(check_architecture, name, device, attention)) for name in names]
     models += [_checked(name, check, _ATTENTION_ADVICE) for name, check in equals]
     models += [_checked(f"{name} ahead", partial(check_ahead, name, device), _GRAPH_ADVICE) for name in ahead]
+    large = LARGE_ARCHITECTURES[:1] if target.is_tiny else LARGE_ARCHITECTURES
+    checks = [(f"{name}, large steps ahead", partial(check_ahead, name, device, is_large=True)) for name in large]
+    models += [_checked(name, check, _GRAPH_ADVICE) for name, check in checks]
     yield Group("checks", "models", tuple(models))
     yield Group("checks", "batch invariance", tuple(_invariance_items(target)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,3 +108,26 @@ class OutcomeFile:
         if not self.path.exists():
             return []
         return [Line(**json.loads(text)) for text in self.path.read_text().splitlines(True) if text.endswith("\n")]
+
+
+def compared(now: Sequence[Line], then: Sequence[Line]) -> Iterator[str]:
+    """Yield a line for each number among the figures of both runs: now, then, and the ratio."""
+    former = dict(numbers for line in then for numbers in _numbers(f"{line.group}/{line.item}", line.figures))
+    for line in now:
+        for name, value in _numbers(f"{line.group}/{line.item}", line.figures):
+            if name in former:
+                ratio = f"{value / former[name]:.2f}" if former[name] else "-"
+                yield f"{name}: {value:g}, then {former[name]:g} ({ratio})"
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the numbers within a figure with their places; an item of a list is named by its texts, else its index."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(f"{name} {key}", inner)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            texts = [text for text in item.values() if isinstance(text, str)] if isinstance(item, dict) else []
+            yield from _numbers(f"{name} {' '.join(texts) or index}", item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, float(value)

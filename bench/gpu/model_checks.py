@@ -50,8 +50,29 @@ NOT_CAPTURED_COMPILED = ("gpt_oss-window", "qwen3_moe", "deepseek_v3")
 AHEAD_ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3")
 # Two logits this close may swap between two orders of summation in float32.
 NEAR_TIE = 1e-3
-_MAX_NUM_SEQS = 12
-_LIMITS = EngineLimits(max_num_seqs=_MAX_NUM_SEQS, max_num_batched_tokens=70)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Sequences that run together, and the limits of their steps."""
+
+    limits: EngineLimits
+    lengths: tuple[int, ...]
+    """Tokens of the prompts."""
+    num_blocks: int
+
+
+_SMALL = _Work(
+    EngineLimits(max_num_seqs=12, max_num_batched_tokens=70),
+    (5, 33, 60, 90, 17, 48, 71, 25, 9, 55, 40, 12, 66, 81),
+    num_blocks=60,  # so few that some are preempted
+)
+_LARGE = _Work(
+    EngineLimits(max_num_seqs=128, max_num_batched_tokens=2048),
+    tuple(1 + 31 * number % 150 for number in range(300)),
+    num_blocks=900,
+)
+"""Steps with prompts of all captured sizes."""
 _PARAMS = (
     SamplingParams(max_tokens=40, temperature=0.0),
     SamplingParams(max_tokens=32, seed=3),
@@ -117,15 +138,19 @@ def check_sampler(device: str) -> Check:
     return Check("sampler equals the CPU's", num_different == 0, f"{num_different} of {len(sequences)} rows differ")
 
 
-def check_ahead(architecture: str, device: Device, *, compile_layers: bool = False) -> Check:
-    """Compare sequences of every kind in float32: graphs and async scheduling against plain steps."""
+def check_ahead(architecture: str, device: Device, *, compile_layers: bool = False, is_large: bool = False) -> Check:
+    """Compare sequences of every kind in float32: graphs and async scheduling against plain steps.
+
+    If `is_large`, there are steps of up to 2,048 tokens.
+    """
     with tempfile.TemporaryDirectory() as directory:
         path = write_checkpoint(Path(directory), architecture, with_tokenizer=False)
         loaded = load(path, device=device, compile_layers=compile_layers)
-        plain, _ = _run(loaded, is_ahead=False)
-        ahead, num_captured = _run(loaded, is_ahead=True)
+        work = _LARGE if is_large else _SMALL
+        plain, _ = _run(loaded, work, is_ahead=False)
+        ahead, num_captured = _run(loaded, work, is_ahead=True)
     num_different = sum(one != other for one, other in zip(plain, ahead, strict=True))
-    layers = "with compiled layers, " if compile_layers else ""
+    layers = "with compiled layers, " if compile_layers else "large steps, " if is_large else ""
     may_be_eager = loaded.device.type != "cuda" or (compile_layers and architecture in NOT_CAPTURED_COMPILED)
     return Check(
         f"{architecture}, {layers}a step ahead and in graphs equals plain steps",
@@ -138,41 +163,40 @@ def check_threads(device: Device) -> Check:
     """Check that a runner whose graphs one thread has captured computes the same in another, after the first's end."""
     with tempfile.TemporaryDirectory() as directory:
         loaded = load(write_checkpoint(Path(directory), "llama", with_tokenizer=False), device=device)
-        plain, _ = _run(loaded, is_ahead=False)
+        plain, _ = _run(loaded, _SMALL, is_ahead=False)
         with ThreadPoolExecutor(1) as building:
-            runner = building.submit(_runner, loaded, is_ahead=True).result()
+            runner = building.submit(_runner, loaded, _SMALL, is_ahead=True).result()
         with ThreadPoolExecutor(1) as running:
-            ahead = running.submit(_outputs, runner, is_ahead=True).result()
+            ahead = running.submit(_outputs, runner, _SMALL, is_ahead=True).result()
     num_different = sum(one != other for one, other in zip(plain, ahead, strict=True))
     detail = f"{num_different} of {len(plain)} sequences differ, {num_graphs(runner)} graphs"
     return Check("built in one thread, run in another", num_different == 0, detail)
 
 
-def _run(loaded: LoadedModel, *, is_ahead: bool) -> tuple[list[tuple[int, ...]], int]:
+def _run(loaded: LoadedModel, work: _Work, *, is_ahead: bool) -> tuple[list[tuple[int, ...]], int]:
     """Return each sequence's tokens, and the number of captured graphs."""
-    runner = _runner(loaded, is_ahead=is_ahead)
-    return _outputs(runner, is_ahead=is_ahead), num_graphs(runner)
+    runner = _runner(loaded, work, is_ahead=is_ahead)
+    return _outputs(runner, work, is_ahead=is_ahead), num_graphs(runner)
 
 
-def _runner(loaded: LoadedModel, *, is_ahead: bool) -> TorchModelRunner:
-    options = RunnerOptions(kv_cache_bytes=2**22, gpu_memory_utilization=0.4, enforce_eager=not is_ahead)
-    return build_runner(loaded, _LIMITS, options)
+def _runner(loaded: LoadedModel, work: _Work, *, is_ahead: bool) -> TorchModelRunner:
+    options = RunnerOptions(kv_cache_bytes=2**25, gpu_memory_utilization=0.4, enforce_eager=not is_ahead)
+    return build_runner(loaded, work.limits, options)
 
 
-def _outputs(runner: TorchModelRunner, *, is_ahead: bool) -> list[tuple[int, ...]]:
+def _outputs(runner: TorchModelRunner, work: _Work, *, is_ahead: bool) -> list[tuple[int, ...]]:
     """Return each sequence's tokens."""
     engine = make_engine(
         runner,
-        num_blocks=min(60, runner.num_blocks),  # so few that some are preempted
+        num_blocks=min(work.num_blocks, runner.num_blocks),
         max_model_len=200,
-        max_num_seqs=_MAX_NUM_SEQS,
-        max_num_batched_tokens=_LIMITS.max_num_batched_tokens,
+        max_num_seqs=work.limits.max_num_seqs,
+        max_num_batched_tokens=work.limits.max_num_batched_tokens,
         enable_prefix_caching=True,
         async_scheduling=is_ahead,
     )
-    prompts = random_prompts((5, 33, 60, 90, 17, 48, 71, 25, 9, 55, 40, 12, 66, 81))
     requests = [
         GenerateRequest(f"request-{number}", prompt, _PARAMS[number % len(_PARAMS)])
-        for number, prompt in enumerate(prompts)
+        for number, prompt in enumerate(random_prompts(work.lengths))
     ]
     return [output.token_ids for output in run(engine, requests)]

@@ -14,7 +14,7 @@ from bench import gpu_check
 from bench.engine.models import random_model
 from bench.gpu import device_time, host_gap, mixed_trace
 from bench.gpu.groups import groups
-from bench.gpu.items import Group, Item, Outcome, OutcomeFile, Target
+from bench.gpu.items import Group, Item, Line, Outcome, OutcomeFile, Target, compared
 from bench.gpu.model_checks import (
     AHEAD_ARCHITECTURES,
     ARCHITECTURES,
@@ -48,6 +48,19 @@ def test_command_fails_without_a_device(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("device", DEVICES)
 def test_sampler_draws_as_on_the_cpu(device: str) -> None:
     assert check_sampler(device).passed
+
+
+def test_figures_are_shown_beside_those_of_a_former_run() -> None:
+    def run(milliseconds: float) -> list[Line]:
+        figures = {"steps": [{"step": "decode 1", "ms": milliseconds, "fits": True}], "blocks": [3, 4]}
+        return [Line("times", "steps", None, "", figures=figures)]
+
+    assert list(compared(run(3.0), run(2.0))) == [
+        "times/steps steps decode 1 ms: 3, then 2 (1.50)",
+        "times/steps blocks 0: 3, then 3 (1.00)",
+        "times/steps blocks 1: 4, then 4 (1.00)",
+    ]
+    assert list(compared(run(3.0), [])) == []
 
 
 def faulty(target: Target) -> tuple[Group, ...]:
