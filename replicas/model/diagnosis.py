@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
@@ -28,6 +29,7 @@ from replicas.model.loading.loader import LoadedModel, load_model, longest_of
 from replicas.model.loading.options import ModelOptions
 
 _BLOCK_SIZE = 16
+_READ_BYTES, _NUM_READS = 2**29, 8
 _TOKEN_IDS = [3, 4, 5, 6, 7]
 
 
@@ -47,6 +49,8 @@ class ModelMemory:
     kv_bytes_per_token: int
     kv_bytes_per_token_in_8_bits: int
     max_model_len: int
+    has_experts: bool
+    """True if a token reads a part of the weights alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class Diagnosis:
     dtype: str
     value_bytes: int
     """Size of a weight and of a number in the KV cache."""
+    read_bytes_per_s: float
+    """Bandwidth of reads from the device's memory, bytes/s."""
     kernels: list[KernelCheck]
     model: ModelMemory | None
     model_fault: str | None
@@ -88,10 +94,22 @@ def diagnose(checkpoint: str, model: str | None) -> Diagnosis:
         gpu_memory_bytes=0 if properties is None else properties.total_memory,
         dtype=str(dtype).removeprefix("torch."),
         value_bytes=dtype.itemsize,
+        read_bytes_per_s=_read_bytes_per_s(device),
         kernels=list(_gpu_checks(checkpoint) if is_gpu else _cpu_checks(checkpoint)),
         model=memory,
         model_fault=fault,
     )
+
+
+def _read_bytes_per_s(device: torch.device) -> float:
+    """Return the fastest of several sums of a tensor that no cache holds, bytes/s."""
+    values = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
+    seconds = []
+    for _ in range(_NUM_READS):
+        start_s = time.perf_counter()
+        values.sum().item()  # waits for the device
+        seconds.append(time.perf_counter() - start_s)
+    return _READ_BYTES / min(seconds)
 
 
 def _cpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
@@ -147,7 +165,9 @@ def _memory_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelMemory:
     plain, quantized = (
         text.num_hidden_layers * bytes_per_token(layer, cache_dtype) for cache_dtype in (dtype, torch.int8)
     )
-    return ModelMemory(plain, quantized, choose_max_model_len(longest_of(config), None))
+    counts = (value for name, value in text.to_dict().items() if name.startswith("n") and name.endswith("experts"))
+    has_experts = any(isinstance(count, int) and count > 1 for count in counts)
+    return ModelMemory(plain, quantized, choose_max_model_len(longest_of(config), None), has_experts)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def device_check(diagnosis: Diagnosis, has_driver: bool) -> Check:
 
 
 def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
-    """Yield the sizes of a model's weights and KV cache, and their sum beside the memory that is free."""
+    """Yield the sizes of a model's weights and KV cache, their sum beside the free memory, and a bound of the speed."""
     options = HeadwayConfig(model=str(directory)).replica_options()
     try:
         weights = num_weights(directory)
@@ -60,6 +60,8 @@ def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
         return
     weight_bytes = weights * diagnosis["value_bytes"] if diagnosis["is_gpu"] else on_cpu.weights
     yield Check("weights", Status.OK, f"{decimal(weight_bytes)} ({weights:,} weights, {diagnosis['dtype']})")
+    if not diagnosis["model"]["has_experts"]:
+        yield _speed_check(weight_bytes, diagnosis["read_bytes_per_s"])
     if diagnosis["is_gpu"]:
         free = int(diagnosis["gpu_memory_bytes"] * options.runner.gpu_memory_utilization)
         cache_bytes = max(0, free - weight_bytes)
@@ -72,6 +74,13 @@ def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
         yield Check("model's memory", Status.FAIL, needed, "choose a smaller model, or lower kv_cache_bytes")
     else:
         yield Check("model's memory", Status.OK, needed)
+
+
+def _speed_check(weight_bytes: int, read_bytes_per_s: float) -> Check:
+    """Describe the bound of one request's speed: each of its tokens reads all weights from memory."""
+    tokens = f"at most {read_bytes_per_s / weight_bytes:,.3g} tokens/s of one request"
+    speed = f"{decimal(int(read_bytes_per_s))}/s"
+    return Check("speed", Status.OK, f"{tokens}: each token reads the weights, and memory is read at {speed}")
 
 
 def _cache_check(cache_bytes: int, diagnosis: Diagnosis) -> Check:

@@ -19,7 +19,13 @@ ON_CPU: dict[str, Any] = {
     "gpu_memory_bytes": 0,
     "dtype": "bfloat16",
     "value_bytes": 2,
-    "model": {"kv_bytes_per_token": 2**20, "kv_bytes_per_token_in_8_bits": 2**19, "max_model_len": 100},
+    "read_bytes_per_s": 20e9,
+    "model": {
+        "kv_bytes_per_token": 2**20,
+        "kv_bytes_per_token_in_8_bits": 2**19,
+        "max_model_len": 100,
+        "has_experts": False,
+    },
 }
 
 
@@ -56,6 +62,16 @@ def test_a_taken_port_and_a_full_disk_are_warned_of(tmp_path: Path) -> None:
 def test_a_models_memory_is_compared_with_the_machines(changes: dict[str, Any], cache: Status, whole: Status) -> None:
     found = by_name(list(memory_checks(DEMO, ON_CPU | changes)))
     assert (found["KV cache"].status, found["model's memory"].status) == (cache, whole)
+
+
+def test_the_speed_of_one_request_is_bounded_by_the_memory() -> None:
+    checks = by_name(list(memory_checks(DEMO, ON_CPU)))
+    weight_bytes = sum(file.stat().st_size for file in DEMO.glob("*.safetensors"))
+    assert "memory is read at 20.0 GB/s" in checks["speed"].finding
+    bound = float(checks["speed"].finding.split()[2].replace(",", ""))
+    assert bound == pytest.approx(20e9 / weight_bytes, rel=0.1)
+    with_experts = {"model": ON_CPU["model"] | {"has_experts": True}}
+    assert "speed" not in by_name(list(memory_checks(DEMO, ON_CPU | with_experts)))
 
 
 def test_a_gpu_that_torch_does_not_find_is_warned_of() -> None:
