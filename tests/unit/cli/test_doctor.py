@@ -69,7 +69,7 @@ def test_the_speed_of_one_request_is_bounded_by_the_memory() -> None:
     weight_bytes = sum(file.stat().st_size for file in DEMO.glob("*.safetensors"))
     assert "memory is read at 20.0 GB/s" in checks["speed"].finding
     bound = float(checks["speed"].finding.split()[2].replace(",", ""))
-    assert bound == pytest.approx(20e9 / weight_bytes, rel=0.1)
+    assert bound == pytest.approx(20e9 / weight_bytes, rel=0.3)
     with_experts = {"model": ON_CPU["model"] | {"has_experts": True}}
     assert "speed" not in by_name(list(memory_checks(DEMO, ON_CPU | with_experts)))
 
