@@ -20,6 +20,7 @@ from replicas.timing.clock import Clock
 from serve_app.endpoints.generation.completions import CompletionEndpoints
 from serve_app.endpoints.generation.models import ModelEndpoints
 from serve_app.endpoints.generation.request_status import RequestEndpoints
+from serve_app.endpoints.generation.responder import Completions
 from serve_app.endpoints.jobs.batches import BatchEndpoints
 from serve_app.endpoints.jobs.files import FileEndpoints
 from serve_app.endpoints.jobs.job_requests import JobRequests
@@ -89,7 +90,7 @@ def create_api(
     service = CompletionService(dispatcher, model, text, settings.limits, rng or random.Random(), backends.meter)
     registry = RequestRegistry(clock.monotonic)
     endpoints: list[object] = [
-        CompletionEndpoints(settings, bodies, service, registry),
+        CompletionEndpoints(bodies, Completions(settings, service, registry)),
         SyncPromptEndpoints(bodies, service, settings, clock),
         RequestEndpoints(registry, None if jobs is None else jobs.client),
     ]

@@ -74,7 +74,10 @@ NO_INGRESS = ErrorReply(
 )
 """Reply where no ingress process runs, or none answers a probe in time."""
 NO_WEBSOCKETS = ErrorReply(
-    404, "there are no WebSockets here; streams are server-sent events", "not_found_error", "not_found"
+    426,
+    "there are no WebSockets here; send a POST, and read the stream as server-sent events",
+    "invalid_request_error",
+    "no_websockets",
 )
 ROUTES_CLOSED = ErrorReply(404, f"no route matches {_ROUTES}", "not_found_error", "not_found")
 
@@ -242,7 +245,7 @@ def _value_of(start: Message, name: bytes) -> bytes:
 
 
 async def refuse_websocket(scope: Scope, send: Send) -> bool:
-    """Answer the opening of a WebSocket with a 404 in OpenAI's shape; return False if the HTTP server cannot."""
+    """Answer the opening of a WebSocket with a 426 in OpenAI's shape; return False if the HTTP server cannot."""
     if "websocket.http.response" not in scope.get("extensions", {}):
         return False
     await _answer(NO_WEBSOCKETS, send, "websocket.http.response")

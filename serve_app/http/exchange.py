@@ -96,6 +96,8 @@ class Exchange:
     """Completion of the request; None: the request failed before one was prepared, or asked for none."""
     ignored_fields: tuple[str, ...] = ()
     """Fields of the body that have no effect."""
+    ignored_tools: tuple[str, ...] = ()
+    """Tools of the body that this server cannot run; the model did not see them."""
     headroom: Callable[[], Headroom] | None = None
     """Function that returns the room left in the request's band now; None: the request has no band."""
     key_use: KeyUse | None = None

@@ -122,6 +122,8 @@ class ExchangeMiddleware:
                 headers.update(_rate_limit_headers(exchange))
                 if exchange.ignored_fields:
                     headers["x-headway-ignored"] = ", ".join(exchange.ignored_fields)
+                if exchange.ignored_tools:
+                    headers["x-headway-ignored-tools"] = _listed(exchange.ignored_tools)
                 if exchange.prepared is not None and self._observers.toy_model is not None:
                     headers["x-headway-toy-model"] = f"{self._observers.toy_model} is for tests; serve another model"
                 if exchange.prepared is not None and exchange.prepared.not_enforced:

@@ -203,8 +203,8 @@ async def test_a_websocket_is_refused_in_the_shape_of_all_errors() -> None:
     scope = {"type": "websocket", "extensions": {"websocket.http.response": {}}}
     assert await refuse_websocket(scope, send) and not await refuse_websocket({"type": "websocket"}, send)
     start, body = sent
-    assert (start["type"], start["status"]) == ("websocket.http.response.start", 404)
-    assert json.loads(body["body"])["error"]["code"] == "not_found"
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", 426)
+    assert json.loads(body["body"])["error"]["code"] == "no_websockets"
 
 
 @pytest.mark.parametrize(

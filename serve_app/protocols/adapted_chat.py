@@ -1,0 +1,62 @@
+"""Request of another protocol as a chat: the chat's body, and the kind of its reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from replicas.errors import InvalidRequest
+from serve_app.openai.reply.chat_format import ReplyKind
+from serve_app.openai.reply.prepared_completion import PreparedCompletion
+from serve_app.openai.request.caller import Caller
+from serve_app.openai.request.parsing import invalid_request
+from serve_app.openai.request.schema import ChatBody
+from serve_app.openai.service import CompletionService
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedChat:
+    """Request of another protocol as a chat."""
+
+    chat: ChatBody
+    reply: ReplyKind
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Fields of chats, each with its name in the protocol; errors name that."""
+    ignored_tools: tuple[str, ...] = ()
+    """Tools of the request that only the protocol's own server can run; the model does not see them."""
+
+    async def prepare(self, service: CompletionService, caller: Caller) -> PreparedCompletion:
+        """Prepare the completion, as `CompletionService.chat` does.
+
+        Raises:
+            InvalidRequest: the request cannot be served; it names fields as the protocol does.
+            UnknownModel, NoReplicaAvailable: as `CompletionService.chat`.
+        """
+        try:
+            return await service.chat(self.chat, caller, self.reply)
+        except InvalidRequest as error:
+            raise renamed(error, self.names) from None
+
+
+def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:
+    """Return a chat's body.
+
+    Raises:
+        InvalidRequest: a field has a value that chats do not accept; it is named as in `names`.
+    """
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as error:
+        raise renamed(invalid_request(error.errors(include_url=False)), names) from None
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """Return an error about a field of a chat as one about the protocol's field."""
+    root = (error.param or "").partition(".")[0].partition("[")[0]
+    if error.param is None or root not in names:
+        return error
+    param = names[root] + error.param.removeprefix(root)
+    return InvalidRequest(error.message.replace(f"`{error.param}`", f"`{param}`"), param, error.code)
