@@ -42,6 +42,7 @@ from serve_app.openai.request.validation import (
     completion_requests,
     refuse_unusable_prompts,
     truncation_of,
+    with_lowered_max_tokens,
 )
 from serve_app.openai.structured.chat_grammar import ChatDialect, callable_tools, chat_grammar
 from serve_app.openai.structured.output_grammar import GrammarChecker, OutputGrammar, output_grammar
@@ -188,6 +189,8 @@ class CompletionService:
         check_echo(body, len(prompt.token_ids), self._limits)
         grammar = await self._chat_grammar(body, text, owner)
         caller = replace(caller, request_id=f"{kind.id_prefix}{caller.request_id}")
+        if kind.lowers_max_tokens:
+            body = with_lowered_max_tokens(body, prompt, caller, card)
         requests = chat_requests(body, prompt, caller, card, self._rng, self._cache_salt(body, caller))
         requests = await self._constrained(body, requests, grammar, owner)
         head = self._head(caller, card, requests)
@@ -205,6 +208,19 @@ class CompletionService:
             prompts=[prompt],
             grammar=grammar,
         )
+
+    async def num_prompt_tokens(self, body: ChatBody, caller: Caller) -> int:
+        """Return the number of tokens of a chat's prompt.
+
+        Raises:
+            InvalidRequest, UnknownModel, NoReplicaAvailable: as `chat`, but for a prompt that the context does not hold.
+        """
+        self.checks.check_chat(body)
+        card = await self._model.card()
+        prompt = await self._tokenizer.encode_chat(
+            ChatTurns.of(body), max_prompt_tokens=card.max_model_len, owner=caller.owner_of(body)
+        )
+        return len(prompt.token_ids)
 
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
         """Prepare a text completion of one or several prompts.

@@ -24,7 +24,8 @@ class AdaptedChat:
     chat: ChatBody
     reply: ReplyKind
     names: Mapping[str, str] = field(default_factory=dict)
-    """Fields of chats, each with its name in the protocol; errors name that."""
+    """Fields of chats, each with its name in the protocol; errors name that. One that begins with a dot is within
+    another."""
     ignored_tools: tuple[str, ...] = ()
     """Tools of the request that only the protocol's own server can run; the model does not see them."""
 
@@ -55,8 +56,10 @@ def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     """Return an error about a field of a chat as one about the protocol's field."""
-    root = (error.param or "").partition(".")[0].partition("[")[0]
-    if error.param is None or root not in names:
+    if error.param is None:
         return error
-    param = names[root] + error.param.removeprefix(root)
+    root = error.param.partition(".")[0].partition("[")[0]
+    param = names.get(root, root) + error.param.removeprefix(root)
+    for inner, name in names.items():
+        param = param.replace(inner, name) if inner.startswith(".") else param
     return InvalidRequest(error.message.replace(f"`{error.param}`", f"`{param}`"), param, error.code)

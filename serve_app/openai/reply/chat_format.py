@@ -166,6 +166,9 @@ class ReplyKind:
     """Begin of the reply's id."""
     make: ChatReply
     """Function that makes the reply's format, as `ChatReader` is made."""
+    lowers_max_tokens: bool = False
+    """True if `max_tokens` may be more than the context or the API key allows, and is then lowered. Otherwise it is
+    refused."""
 
 
 CHAT_COMPLETION = ReplyKind("chatcmpl-", ChatFormat)
