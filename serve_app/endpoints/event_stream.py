@@ -82,9 +82,8 @@ class EventStream(Response):
                 raise
             # The status has been sent, so the error is an event of the stream.
             reply = fail(self._exchange, error)
-            await sender.send(
-                b"".join(map(event, self._prepared.format.failure(reply.body, reply.code, reply.message)))
-            )
+            body = reply.body_at(self._exchange.path, self._exchange.request_id)
+            await sender.send(b"".join(map(event, self._prepared.format.failure(body, reply.code, reply.message))))
 
     def _written(self, chunks: Sequence[JsonObject]) -> bytes:
         return b"".join(event(self._with_usage(chunk)) for chunk in chunks)

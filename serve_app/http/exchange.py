@@ -212,4 +212,4 @@ def fail(exchange: Exchange, error: BaseException) -> ErrorReply:
 def error_response(exchange: Exchange, error: BaseException) -> Response:
     """Return the response with the error object for `error`."""
     reply = fail(exchange, error)
-    return json_response(reply.body, reply.status, dict(reply.headers))
+    return json_response(reply.body_at(exchange.path, exchange.request_id), reply.status, dict(reply.headers))

@@ -213,7 +213,7 @@ class CompletionService:
         """Return the number of tokens of a chat's prompt.
 
         Raises:
-            InvalidRequest, UnknownModel, NoReplicaAvailable: as `chat`, but for a prompt that the context does not hold.
+            InvalidRequest, UnknownModel, NoReplicaAvailable: as `chat`, but a prompt may exceed the context.
         """
         self.checks.check_chat(body)
         card = await self._model.card()

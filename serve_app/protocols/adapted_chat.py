@@ -41,6 +41,17 @@ class AdaptedChat:
         except InvalidRequest as error:
             raise renamed(error, self.names) from None
 
+    async def num_prompt_tokens(self, service: CompletionService, caller: Caller) -> int:
+        """Return the number of tokens of the prompt, as `CompletionService.num_prompt_tokens` does.
+
+        Raises:
+            InvalidRequest, UnknownModel, NoReplicaAvailable: as `prepare` does.
+        """
+        try:
+            return await service.num_prompt_tokens(self.chat, caller)
+        except InvalidRequest as error:
+            raise renamed(error, self.names) from None
+
 
 def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:
     """Return a chat's body.

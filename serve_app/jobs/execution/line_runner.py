@@ -29,6 +29,8 @@ from serve_app.openai.request.unknown_fields import CHAT_LEVEL, Level
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.openai.service import CompletionService
 from serve_app.protocols.adapted_chat import AdaptedChat
+from serve_app.protocols.messages.conversion import adapted_message
+from serve_app.protocols.messages.schema import MESSAGES_LEVEL
 from serve_app.tracing.request_spans import add_request
 from serve_app.tracing.tracer import Moment, Trace, Tracer
 
@@ -48,6 +50,7 @@ _LARGE_BODY_CHARS = 2**16
 _ENDPOINTS: Mapping[str, tuple[Callable[[dict[str, object]], _Body], Level]] = {
     "/v1/chat/completions": (partial(parse_body, ChatBody, ignored=CHAT_IGNORED), CHAT_LEVEL),
     "/v1/completions": (partial(parse_body, CompletionBody, ignored=COMPLETION_IGNORED), CHAT_LEVEL),
+    "/v1/messages": (adapted_message, MESSAGES_LEVEL),
 }
 """Function that makes the body of each endpoint that batches may name, and the fields that it knows."""
 
@@ -82,10 +85,10 @@ class LineRunner:
         try:
             return await self._answer_at_last(line_task, await self._parse(line_task))
         except ServingError as error:
-            return _failed(line_task.line, error)
+            return _failed(line_task, error)
         except Exception as error:
             logger.exception("a line failed", extra={"request_id": line_task.line.request_id})
-            return _failed(line_task.line, error)
+            return _failed(line_task, error)
 
     async def _parse(self, line_task: LineTask) -> _Body:
         parse = partial(parse_line_body, line_task.batch.endpoint, self._service.checks.limits, line_task.line.body)
@@ -129,8 +132,10 @@ class LineRunner:
         attempt.prepared = prepared
         line_task.is_sent = True
         reply = await self._service.answer(prepared)
-        if line_task.ignored_fields:
-            ignored = [f"ignored: {name}" for name in line_task.ignored_fields]
+        ignored = [f"ignored: {name}" for name in line_task.ignored_fields]
+        if isinstance(body, AdaptedChat):
+            ignored += [f"ignored tool: {name}" for name in body.ignored_tools]
+        if ignored:
             reply["warnings"] = [*reply.get("warnings", ()), *ignored]
         self._metrics.count(
             num_not_enforced=len(prepared.not_enforced), num_malformed_calls=prepared.format.num_malformed_calls
@@ -243,9 +248,9 @@ def _succeeded(line: LeasedLine, prepared: PreparedCompletion, response: str) ->
     )
 
 
-def _failed(line: LeasedLine, error: Exception) -> LineResult:
-    """Return a failed result: `response` is the endpoint's error body, `error` only its inner error object."""
+def _failed(line_task: LineTask, error: Exception) -> LineResult:
+    """Return a failed result: `response` is the endpoint's error body, `error` OpenAI's inner error object."""
+    line = line_task.line
     reply = reply_to(error, line.request_id)
-    return LineResult(
-        line, LineStatus.FAILED, reply.status, to_json(reply.body).decode(), to_json(reply.body["error"]).decode()
-    )
+    response = to_json(reply.body_at(line_task.batch.endpoint, line.request_id)).decode()
+    return LineResult(line, LineStatus.FAILED, reply.status, response, to_json(reply.body["error"]).decode())

@@ -61,10 +61,7 @@ def level_of(
     Fields in `without` are accepted and have no effect, so that they are named as unknown ones are.
     """
     names = {
-        field.alias or name
-        for schema in schemas
-        for name, field in schema.model_fields.items()
-        if name not in without
+        field.alias or name for schema in schemas for name, field in schema.model_fields.items() if name not in without
     }
     return Level(frozenset({*names, *(no_effect or {})}), no_effect or {}, inner)
 

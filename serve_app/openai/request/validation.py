@@ -122,8 +122,8 @@ def chat_requests(
 
 def with_lowered_max_tokens(body: ChatBody, prompt: EncodedPrompt, caller: Caller, card: ModelCard) -> ChatBody:
     """Return a chat whose `max_tokens` is at most the API key's limit; None where the context ends before it."""
-    limit = caller.principal.limits.max_tokens
-    max_tokens = min(count for count in (body.max_tokens, limit, MAX_INT64) if count is not None)
+    counts = (body.max_tokens, caller.principal.limits.max_tokens)
+    max_tokens = min((count for count in counts if count is not None), default=card.max_model_len)
     is_whole = len(prompt.token_ids) + max_tokens <= card.max_model_len
     return body.model_copy(update={"max_tokens": max_tokens if is_whole else None})
 

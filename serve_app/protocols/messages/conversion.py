@@ -40,6 +40,7 @@ _NAMES = {
     "user": "metadata.user_id",
     ".json_schema.schema": ".schema",
     ".function.parameters": ".input_schema",
+    ".function.name": ".name",
 }
 _BILLING_HEADER = "x-anthropic-billing-header:"
 """Begin of a block that Claude Code puts before the instructions; it differs from one conversation to the next."""

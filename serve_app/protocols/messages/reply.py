@@ -68,11 +68,11 @@ class MessageFormat(ChatReader):
     """Format of one answer: its events, and the whole answer, which is what a client makes of them."""
 
     ends_with_done = False
-    keep_alive: JsonObject | None = {"type": "ping"}
 
     def __init__(self, *chat: Any) -> None:
         """Create the format as a `ChatReader`."""
         super().__init__(*chat)
+        self.keep_alive: JsonObject | None = {"type": "ping"}
         self._blocks = ContentBlocks(self.head.id)
         self._has_begun = False
         self._ending: JsonObject = {}

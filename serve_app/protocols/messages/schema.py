@@ -151,7 +151,7 @@ class InputMessage(StrictBody):
         served = _BLOCKS.get(info.data.get("role", ""), _KINDS)
         for index, block in enumerate(blocks):
             if block.type not in served:
-                message = "has at {index} a block of type {kind}; this role has only {served}"
+                message = "has a block of type {kind} at {index}; turns of this role have only {served}"
                 context = {"index": index, "kind": shown(block.type), "served": ", ".join(served)}
                 raise PydanticCustomError(INVALID, message, context)
         return blocks
@@ -262,7 +262,13 @@ class MessagesBody(PromptBody):
     """No effect: the header `x-headway-priority` names the band."""
 
 
-_BLOCK_SCHEMAS = (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock, ToolResultBlock)
+_BLOCK_SCHEMAS: tuple[type[Block], ...] = (
+    TextBlock,
+    ThinkingBlock,
+    RedactedThinkingBlock,
+    ToolUseBlock,
+    ToolResultBlock,
+)
 _TEXTS = level_of(TextBlock)
 MESSAGES_LEVEL = level_of(
     MessagesBody,
@@ -276,3 +282,7 @@ MESSAGES_LEVEL = level_of(
     metadata=level_of(Metadata),
 )
 """Fields that have an effect, or are known to have none that a client could miss."""
+OPEN_MESSAGES = (
+    *_BLOCK_SCHEMAS, MessagesBody, PromptBody, InputMessage, CustomTool, Choice, Thinking, OutputConfig, Metadata,
+)  # fmt: skip
+"""Schemas of the objects in which unknown fields are ignored."""

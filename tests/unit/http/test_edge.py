@@ -200,7 +200,7 @@ async def test_a_websocket_is_refused_in_the_shape_of_all_errors() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "websocket", "extensions": {"websocket.http.response": {}}}
+    scope = {"type": "websocket", "path": "/v1/responses", "extensions": {"websocket.http.response": {}}}
     assert await refuse_websocket(scope, send) and not await refuse_websocket({"type": "websocket"}, send)
     start, body = sent
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 426)
