@@ -23,7 +23,8 @@ TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {"at": 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the sky"}}\n</tool_call>'
 THINKING = {"type": "adaptive"}
 _PARTS = (
-    "Let me look.", " <b>{x}</b> ", CALL, f"{CALL}\n", "<tool_call>", '<tool_call>\n{"name": "nobody"', "wörld 👋", "\n\n",
+    "Let me look.", " <b>{x}</b> ", CALL, f"{CALL}\n", "<tool_call>", "wörld 👋", "\n\n",
+    '<tool_call>\n{"name": "nobody"',
     '<tool_call>{"name": "look", "arguments": {}}</tool_call>',
 )  # fmt: skip
 NUM_RUNS = 500
