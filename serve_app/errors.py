@@ -57,8 +57,9 @@ class ErrorReply:
         if not is_of_messages(path):
             return self.body
         kind = _MESSAGE_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": self.message, "details": {"error_code": self.code}}
         identity = {} if request_id is None else {"request_id": request_id}
-        return {"type": "error", "error": {"type": kind, "message": self.message}, **identity}
+        return {"type": "error", "error": error, **identity}
 
 
 def is_of_messages(path: str) -> bool:

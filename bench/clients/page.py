@@ -25,7 +25,8 @@ tiny model with scripted answers. `python -m bench.clients.page > docs/clients.m
 
 A client takes the server's address as its base URL, such as `http://127.0.0.1:8000/v1`, and any API key where no key
 file is configured. Clients that speak to OpenAI's Responses API by default must be told to use chat completions.
-litellm needs the package `mcp` for tools. A dash: the client has no such feature.
+Anthropic's clients and Claude Code take the address without `/v1` (`ANTHROPIC_BASE_URL`). Claude Code takes a model that it does not know for one
+with a context of a million tokens: `CLAUDE_CODE_MAX_CONTEXT_TOKENS` sets the real number. litellm needs the package `mcp` for tools. A dash: the client has no such feature.
 """
 
 

@@ -97,11 +97,20 @@ class MessageEvent(TypedDict):
 
 
 @described
+class MessageErrorCode(TypedDict):
+    """Details of a failure."""
+
+    error_code: str | None
+    """Code that the failure has in OpenAI's error object."""
+
+
+@described
 class MessageErrorDetails(TypedDict):
-    """Reason of a failure."""
+    """Reason of a failure, by Anthropic's type."""
 
     type: str
     message: str
+    details: MessageErrorCode
 
 
 @described

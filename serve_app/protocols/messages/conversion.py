@@ -10,7 +10,7 @@ from typing import Any
 from replicas.errors import InvalidRequest
 from serve_app.errors import shortened
 from serve_app.openai.reply.chat_format import ReplyKind
-from serve_app.openai.request.parsing import parse_body
+from serve_app.openai.request.parsing import BodyT, parse_body
 from serve_app.protocols.adapted_chat import AdaptedChat, chat_of
 from serve_app.protocols.messages.client_tools import client_tool
 from serve_app.protocols.messages.reply import MessageFormat
@@ -46,6 +46,8 @@ _BILLING_HEADER = "x-anthropic-billing-header:"
 """Begin of a block that Claude Code puts before the instructions; it differs from one conversation to the next."""
 _ERROR = "Error: "
 """Begin of the text of a result that is an error."""
+_NO_THREADS = "thread_unsupported_request"
+"""Code on which Anthropic's clients send a conversation without a thread."""
 _MAX_IDS = 10
 """Most ids that one error names."""
 
@@ -56,7 +58,7 @@ def adapted_message(fields: Fields) -> AdaptedChat:
     Raises:
         InvalidRequest: a field is unknown, not supported, missing or of a wrong type or value.
     """
-    body = parse_body(MessagesBody, fields, {})
+    body = _parsed(MessagesBody, fields)
     given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "user": body.metadata.user_id}
     answer = {"max_tokens": body.max_tokens, "stream": body.stream, "stop": body.stop_sequences}
     chat = chat_of(_prompt_fields(body) | answer | given, _NAMES)
@@ -69,8 +71,15 @@ def counted_message(fields: Fields) -> AdaptedChat:
     Raises:
         InvalidRequest: as `adapted_message` does.
     """
-    body = parse_body(PromptBody, fields, {})
+    body = _parsed(PromptBody, fields)
     return AdaptedChat(chat_of(_prompt_fields(body), _NAMES), MESSAGE, _NAMES, _ignored_tools(body.tools))
+
+
+def _parsed(schema: type[BodyT], fields: Fields) -> BodyT:
+    if fields.get("thread") is not None:
+        message = "`thread` is not supported: no conversation is stored; send all its messages"
+        raise InvalidRequest(message, "thread", _NO_THREADS)
+    return parse_body(schema, fields, {})
 
 
 def _prompt_fields(body: PromptBody) -> Fields:

@@ -272,6 +272,7 @@ _BLOCK_SCHEMAS: tuple[type[Block], ...] = (
 _TEXTS = level_of(TextBlock)
 MESSAGES_LEVEL = level_of(
     MessagesBody,
+    no_effect={"thread": ()},
     without=("context_management", "service_tier"),
     system=_TEXTS,
     messages=level_of(InputMessage, content=level_of(*_BLOCK_SCHEMAS, content=_TEXTS)),

@@ -219,6 +219,7 @@ def test_another_process_can_convert_a_body() -> None:
         ({"stop_sequences": ["a"] * 17}, "stop_sequences", "at most 16"),
         ({"metadata": {"user_id": "x" * 513}}, "metadata.user_id", "at most 512"),
         ({"temperature": 3}, "temperature", "at most 2"),
+        ({"thread": {"type": "create"}}, "thread", "no conversation is stored"),
         ({"nonsense": 1}, "nonsense", "not supported"),
     ],
 )  # fmt: skip

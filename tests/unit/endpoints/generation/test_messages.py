@@ -229,6 +229,12 @@ async def test_what_is_ignored_is_named(api: Api) -> None:
     assert response.headers["x-headway-ignored-tools"] == "web_fetch_20250910"
 
 
+async def test_a_thread_is_refused_with_the_code_on_which_clients_send_all_messages(api: Api) -> None:
+    refused = await send(api, thread={"type": "create"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 async def test_unknown_fields_are_refused_where_they_are_to_be(make_api: MakeApi) -> None:
     api = make_api(settings={"limits": RequestLimits(unknown_fields="refuse")})
     assert (await send(api, max_tokens=2, nonsense=1)).status_code == 400
