@@ -14,6 +14,7 @@ from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.parsing import invalid_request
 from serve_app.openai.request.schema import ChatBody
+from serve_app.openai.request.validation import ContextExceeded
 from serve_app.openai.service import CompletionService
 
 
@@ -26,6 +27,8 @@ class AdaptedChat:
     names: Mapping[str, str] = field(default_factory=dict)
     """Fields of chats, each with its name in the protocol; errors name that. One that begins with a dot is within
     another."""
+    too_long: str | None = None
+    """Message for a prompt of `num_tokens`, more than the `limit`, as the protocol has it; None: OpenAI's."""
     ignored_tools: tuple[str, ...] = ()
     """Tools of the request that only the protocol's own server can run; the model does not see them."""
 
@@ -39,7 +42,7 @@ class AdaptedChat:
         try:
             return await service.chat(self.chat, caller, self.reply)
         except InvalidRequest as error:
-            raise renamed(error, self.names) from None
+            raise self._told(error) from None
 
     async def num_prompt_tokens(self, service: CompletionService, caller: Caller) -> int:
         """Return the number of tokens of the prompt, as `CompletionService.num_prompt_tokens` does.
@@ -50,7 +53,14 @@ class AdaptedChat:
         try:
             return await service.num_prompt_tokens(self.chat, caller)
         except InvalidRequest as error:
-            raise renamed(error, self.names) from None
+            raise self._told(error) from None
+
+    def _told(self, error: InvalidRequest) -> InvalidRequest:
+        """Return an error of the chat in the protocol's words."""
+        if isinstance(error, ContextExceeded) and self.too_long is not None:
+            message = self.too_long.format(num_tokens=error.num_prompt_tokens, limit=error.max_model_len - 1)
+            return InvalidRequest(message, error.param, error.code)
+        return renamed(error, self.names)
 
 
 def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:

@@ -11,6 +11,7 @@ from replicas.errors import InvalidRequest
 from serve_app.errors import shortened
 from serve_app.openai.reply.chat_format import ReplyKind
 from serve_app.openai.request.parsing import BodyT, parse_body
+from serve_app.openai.request.schema import ChatBody
 from serve_app.protocols.adapted_chat import AdaptedChat, chat_of
 from serve_app.protocols.messages.client_tools import client_tool
 from serve_app.protocols.messages.reply import MessageFormat
@@ -46,6 +47,8 @@ _BILLING_HEADER = "x-anthropic-billing-header:"
 """Begin of a block that Claude Code puts before the instructions; it differs from one conversation to the next."""
 _ERROR = "Error: "
 """Begin of the text of a result that is an error."""
+_TOO_LONG = "prompt is too long: {num_tokens} tokens > {limit} maximum"
+"""Anthropic's words, on which Claude Code summarizes the conversation."""
 _NO_THREADS = "thread_unsupported_request"
 """Code on which Anthropic's clients send a conversation without a thread."""
 _MAX_IDS = 10
@@ -62,7 +65,7 @@ def adapted_message(fields: Fields) -> AdaptedChat:
     given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "user": body.metadata.user_id}
     answer = {"max_tokens": body.max_tokens, "stream": body.stream, "stop": body.stop_sequences}
     chat = chat_of(_prompt_fields(body) | answer | given, _NAMES)
-    return AdaptedChat(chat, MESSAGE, _NAMES, _ignored_tools(body.tools))
+    return _adapted(chat, body)
 
 
 def counted_message(fields: Fields) -> AdaptedChat:
@@ -72,7 +75,11 @@ def counted_message(fields: Fields) -> AdaptedChat:
         InvalidRequest: as `adapted_message` does.
     """
     body = _parsed(PromptBody, fields)
-    return AdaptedChat(chat_of(_prompt_fields(body), _NAMES), MESSAGE, _NAMES, _ignored_tools(body.tools))
+    return _adapted(chat_of(_prompt_fields(body), _NAMES), body)
+
+
+def _adapted(chat: ChatBody, body: PromptBody) -> AdaptedChat:
+    return AdaptedChat(chat, MESSAGE, _NAMES, _TOO_LONG, tuple(tool.type for tool in body.tools if _is_ignored(tool)))
 
 
 def _parsed(schema: type[BodyT], fields: Fields) -> BodyT:
@@ -164,10 +171,6 @@ def _listed(ids: Sequence[str]) -> str:
 
 def _is_ignored(tool: AnyTool) -> bool:
     return not isinstance(tool, CustomTool) and client_tool(tool.type) is None
-
-
-def _ignored_tools(tools: Sequence[AnyTool]) -> tuple[str, ...]:
-    return tuple(tool.type for tool in tools if _is_ignored(tool))
 
 
 def _function(tool: AnyTool) -> Fields:

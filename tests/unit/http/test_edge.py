@@ -88,6 +88,8 @@ async def test_serves_own_errors_have_the_shape_of_all_others(status: int, expec
     async def serves(request: Request) -> ASGIApp:
         return PlainTextResponse("Path '/v1/secret' not found.", status)
 
+    message = (await Front(serves).http.post("/v1/messages/x")).json()
+    assert (message["type"], message["error"]["details"]["error_code"]) == ("error", expected[1])
     response = await Front(serves).http.get("/v1/secret")
     assert refusal(response) == expected
     assert response.headers["content-type"] == "application/json" and "secret" not in response.text
