@@ -14,6 +14,20 @@ _MAX_SHOWN_CHARS = 50
 _MAX_IDS = 10
 """Most ids that one error names."""
 
+_MESSAGES_PATH = "/v1/messages"
+_MESSAGE_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's types of errors, by status; all others are `invalid_request_error` below 500, and `api_error` from there
+on."""
+
 Headers = tuple[tuple[str, str], ...]
 
 DO_NOT_RETRY: Headers = (("x-should-retry", "false"),)
@@ -22,7 +36,7 @@ DO_NOT_RETRY: Headers = (("x-should-retry", "false"),)
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """Reply to a failed request; its body is OpenAI's error object, also as an event of a stream."""
+    """Reply to a failed request; its body is an error object, also as an event of a stream."""
 
     status: int
     message: str
@@ -37,6 +51,20 @@ class ErrorReply:
     def body(self) -> dict[str, object]:
         """OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def body_at(self, path: str, request_id: str | None = None) -> dict[str, object]:
+        """Return the error object of the API that has a path: Anthropic's for messages, OpenAI's for all others."""
+        if not is_of_messages(path):
+            return self.body
+        kind = _MESSAGE_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": self.message, "details": {"error_code": self.code}}
+        identity = {} if request_id is None else {"request_id": request_id}
+        return {"type": "error", "error": error, **identity}
+
+
+def is_of_messages(path: str) -> bool:
+    """Return True for a path of Anthropic's Messages API."""
+    return path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
 
 
 class HttpError(Exception):

@@ -18,8 +18,10 @@ from starlette.routing import Match, Route
 from replicas.errors import ServingError
 from replicas.timing.clock import Clock
 from serve_app.endpoints.generation.completions import CompletionEndpoints
+from serve_app.endpoints.generation.messages import MessageEndpoints
 from serve_app.endpoints.generation.models import ModelEndpoints
 from serve_app.endpoints.generation.request_status import RequestEndpoints
+from serve_app.endpoints.generation.responder import Completions
 from serve_app.endpoints.jobs.batches import BatchEndpoints
 from serve_app.endpoints.jobs.files import FileEndpoints
 from serve_app.endpoints.jobs.job_requests import JobRequests
@@ -88,8 +90,10 @@ def create_api(
     metrics.registry.register(CountsCollector(text.grammars.metrics))
     service = CompletionService(dispatcher, model, text, settings.limits, rng or random.Random(), backends.meter)
     registry = RequestRegistry(clock.monotonic)
+    completions = Completions(settings, service, registry)
     endpoints: list[object] = [
-        CompletionEndpoints(settings, bodies, service, registry),
+        CompletionEndpoints(bodies, completions),
+        MessageEndpoints(bodies, completions),
         SyncPromptEndpoints(bodies, service, settings, clock),
         RequestEndpoints(registry, None if jobs is None else jobs.client),
     ]

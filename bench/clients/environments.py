@@ -96,5 +96,10 @@ CLIENTS = (
     Client("autogen", "autogen_client.py", ("autogen-agentchat", "autogen-ext[openai]")),
     Client("crewai", "crewai_client.py", ("crewai",)),
     Client("semantic-kernel", "semantic_kernel_client.py", ("semantic-kernel",)),
+    Client("anthropic-python", "anthropic_python.py", ("anthropic", "pydantic")),
+    Client("anthropic-node", "anthropic_node.mjs", ("@anthropic-ai/sdk",)),
+    Client("langchain-anthropic", "langchain_anthropic_client.py", ("langchain", "langchain-anthropic")),
+    Client("litellm-anthropic", "litellm_anthropic_client.py", ("litellm", "mcp")),
+    Client("claude-code", "claude_code.mjs", ("@anthropic-ai/claude-code-linux-x64",)),
     Client("outlines", "outlines_client.py", ("outlines[openai]",)),
 )

@@ -14,6 +14,7 @@ GREETING = "Hello from Headway."
 WEATHER = "It is sunny in Paris, with 18 degrees."
 IN_ROME = "It is warm in Rome."
 IN_OSLO = "It is cold in Oslo."
+REPAIRED = "The sum was a difference. The file is repaired, and its test passes."
 
 SCENARIO: dict[str, Any] = {
     "model": MODEL,
@@ -28,6 +29,17 @@ SCENARIO: dict[str, Any] = {
     "called": {"question": "What is the weather in Rome?", "city": "Rome", "result": "21 degrees", "answer": IN_ROME},
     # For agents that have the steps written as text.
     "stepwise": {"question": "What is the weather in Oslo?", "city": "Oslo", "result": "-3 degrees", "answer": IN_OSLO},
+    # For coding agents: a file to edit, and its test.
+    "coding": {
+        "question": "Repair calc.py and run its test.",
+        "name": "calc.py",
+        "files": {
+            "calc.py": "def add(a, b):\n    return a - b\n",
+            "test_calc.py": "from calc import add\n\nassert add(2, 3) == 5\nprint('5 is', 'the sum')\n",
+        },
+        "repaired": "def add(a, b):\n    return a + b\n",
+        "answer": REPAIRED,
+    },
     "person": {"question": "Extract the person: Ada Lovelace.", "name": "Ada Lovelace", "ages": [36, 37, 38, 39]},
 }
 """Questions and answers that the programs get."""
@@ -61,5 +73,14 @@ SCRIPTS = (
     ),
     Script(_fields(next_thought="I know.", next_tool_name="finish", next_tool_args="{}"), ("-3 degrees",), rank=3),
     Script(_fields(reasoning="It is so.", answer=IN_OSLO), ("[[ ## reasoning ## ]]",), rank=4),
+    # Claude Code's tools.
+    Script(_call("Read", '{"file_path": "calc.py"}'), ("Repair calc.py",)),
+    Script(
+        _call("Edit", '{"file_path": "calc.py", "old_string": "a - b", "new_string": "a + b"}'),
+        ("def add(a, b)",),
+        rank=1,
+    ),
+    Script(_call("Bash", '{"command": "python3 test_calc.py"}'), ("has been updated",), rank=2),
+    Script(REPAIRED, ("5 is the sum",), rank=3),
     Script(_call("final_result", '{"name": "Ada Lovelace", "age": 38}'), ("final_result",), rank=2),
 )

@@ -29,8 +29,9 @@ class EventStream(Response):
     """Response that runs a generation and sends its deltas as events.
 
     The status is sent with the first delta, at the latest after `header_wait_s`, so that an early failure gets its own
-    status. A later failure is sent as one error event. After `keep_alive_s` without an event a comment is sent.
-    `[DONE]` is sent only after success. A disconnect at any moment aborts the sequences.
+    status. A later failure is sent as the reply's format has it. After `keep_alive_s` without an event a comment is
+    sent, or the format's own event. The last events, with `[DONE]` where it has one, are sent only after success.
+    A disconnect at any moment aborts the sequences.
 
     One task waits for deltas without a time limit and writes the events. The response's task waits for that task and
     sends the comments. Invariant: one part is sent at a time.
@@ -60,7 +61,9 @@ class EventStream(Response):
         Raises:
             ServingError: the generation failed before the response began.
         """
-        sender = _Sender(send, self._start_message, self._header_wait_s, self._keep_alive_s)
+        own = self._prepared.format.keep_alive
+        keep_alive = KEEP_ALIVE if own is None else event(own)
+        sender = _Sender(send, self._start_message, self._header_wait_s, self._keep_alive_s, keep_alive)
         await send_body(self._exchange, receive, send, self._run(sender), sender.keep_alive)
 
     async def _run(self, sender: _Sender) -> None:
@@ -71,14 +74,16 @@ class EventStream(Response):
                     opening = self._written(self._prepared.format.opening(item.index))
                     self._prepared.progress.add(item)
                     await sender.send(opening + self._written(await self._service.chunks(self._prepared, item)))
-            if closing := self._service.closing_fields(self._prepared):
-                await sender.send(event(self._prepared.format.closing_chunk(closing)))
-            await sender.send(DONE)
+            fields, usage = self._service.closing_fields(self._prepared), self._prepared.usage()
+            closing = self._prepared.format.closing(fields, usage)
+            await sender.send(b"".join(map(event, closing)) + (DONE if self._prepared.format.ends_with_done else b""))
         except Exception as error:
             if not sender.has_begun:
                 raise
             # The status has been sent, so the error is an event of the stream.
-            await sender.send(event(fail(self._exchange, error).body))
+            reply = fail(self._exchange, error)
+            body = reply.body_at(self._exchange.path, self._exchange.request_id)
+            await sender.send(b"".join(map(event, self._prepared.format.failure(body, reply.code, reply.message))))
 
     def _written(self, chunks: Sequence[JsonObject]) -> bytes:
         return b"".join(event(self._with_usage(chunk)) for chunk in chunks)
@@ -109,9 +114,16 @@ class _Sender:
     """
 
     def __init__(
-        self, send: Send, start_message: Callable[[], Message], header_wait_s: float, keep_alive_s: float
+        self,
+        send: Send,
+        start_message: Callable[[], Message],
+        header_wait_s: float,
+        keep_alive_s: float,
+        keep_alive: bytes,
     ) -> None:
+        """Create the sender; `keep_alive` is what it sends after a long silence."""
         self._send = send
+        self._keep_alive = keep_alive
         self._start_message = start_message
         self._keep_alive_s = keep_alive_s
         self._max_silence_s = header_wait_s
@@ -144,10 +156,11 @@ class _Sender:
             return min(left_s, self._keep_alive_s)
         # A send that is still blocked on a slow client needs no comment behind it.
         if not self._sending.locked():
-            await self.send(KEEP_ALIVE)
+            await self.send(self._keep_alive)
         return self._keep_alive_s
 
 
 def event(payload: JsonObject) -> bytes:
-    """Return an event with a JSON object as its data."""
-    return b"data: " + to_json(payload) + b"\n\n"
+    """Return an event with a JSON object as its data; its name is the object's `type`, if it has one."""
+    name = payload.get("type")
+    return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + to_json(payload) + b"\n\n"

@@ -22,6 +22,7 @@ from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.parsing import BodyT, Converted, check_beginning, convert_fields, parse_body, read_fields
 from serve_app.openai.request.sizes import JsonSize
+from serve_app.openai.request.unknown_fields import CHAT_LEVEL, Level
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
 
@@ -65,17 +66,22 @@ class BodyReader:
         return await self.convert(request, make, caller_of(request).owner_before_parsing)
 
     async def convert(
-        self, request: Request, make: Callable[[dict[str, object]], ResultT], owner: WorkOwner
+        self,
+        request: Request,
+        make: Callable[[dict[str, object]], ResultT],
+        owner: WorkOwner,
+        level: Level = CHAT_LEVEL,
     ) -> ResultT:
         """Return `make(fields)` for the body's fields, and note in the exchange those that are ignored.
 
-        `make` and its result are pickled where another process does the work.
+        Fields that `level` does not know are ignored. `make` and its result are pickled where another process does the
+        work.
 
         Raises:
             HttpError, InvalidRequest, RequestAborted, Overloaded, NoReplicaAvailable: as `read` does.
         """
         parts = await self._read_all(request, owner)
-        work = partial(_converted, make, self._settings.limits, parts)
+        work = partial(_converted, make, self._settings.limits, parts, level)
         converted = await self._workers.run_by_size(work, owner, sum(map(len, parts)), _LARGE_BODY_BYTES)
         exchange_of(request).ignored_fields = converted.ignored_fields
         return converted.value
@@ -192,9 +198,9 @@ class _ArrivingBody:
 
 
 def _converted(
-    make: Callable[[dict[str, object]], ResultT], limits: RequestLimits, parts: Sequence[bytes]
+    make: Callable[[dict[str, object]], ResultT], limits: RequestLimits, parts: Sequence[bytes], level: Level
 ) -> Converted[ResultT]:
-    return convert_fields(make, limits, read_fields(parts, limits))
+    return convert_fields(make, limits, read_fields(parts, limits), level)
 
 
 def boundary_of(content_type: str | None) -> bytes:

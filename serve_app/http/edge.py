@@ -74,7 +74,10 @@ NO_INGRESS = ErrorReply(
 )
 """Reply where no ingress process runs, or none answers a probe in time."""
 NO_WEBSOCKETS = ErrorReply(
-    404, "there are no WebSockets here; streams are server-sent events", "not_found_error", "not_found"
+    426,
+    "there are no WebSockets here; send a POST, and read the stream as server-sent events",
+    "invalid_request_error",
+    "no_websockets",
 )
 ROUTES_CLOSED = ErrorReply(404, f"no route matches {_ROUTES}", "not_found_error", "not_found")
 
@@ -99,7 +102,7 @@ def edge_middleware() -> list[Middleware]:
 
 
 class EdgeMiddleware:
-    """Middleware that refuses what exceeds the limits, and gives Serve's own errors the shape of OpenAI's.
+    """Middleware that refuses what exceeds the limits, and gives Serve's own errors the shape of the API's.
 
     Invariant: `num_open` counts the open requests of each address that has any.
     """
@@ -118,13 +121,13 @@ class EdgeMiddleware:
             return
         refusal = self._refusal(scope)
         if refusal is not None:
-            await _answer(refusal, send)
+            await _answer(refusal, scope, send)
             return
         scope = {**scope, "headers": [header for header in scope["headers"] if _passes(*header)]}
         address = _address_of(scope)
         self.num_open[address] += 1
         try:
-            answer = _Answer(send)
+            answer = _Answer(scope, send)
             receive = answer.receiving(receive)
             if scope["path"] in _PROBES:
                 await self._probe(scope, receive, answer)
@@ -180,7 +183,8 @@ class _Answer:
     what it has received. The end of the body and a disconnect are passed on, and the application ends its answer.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
         self._send = send
         self.has_begun = False
         self._is_given_up = self._is_last = False
@@ -215,7 +219,7 @@ class _Answer:
         self._is_given_up = True
         if not self.has_begun:
             self.has_begun = True
-            await _answer(reply, self._send)
+            await _answer(reply, self._scope, self._send)
 
 
 def _passes(name: bytes, value: bytes) -> bool:
@@ -242,15 +246,15 @@ def _value_of(start: Message, name: bytes) -> bytes:
 
 
 async def refuse_websocket(scope: Scope, send: Send) -> bool:
-    """Answer the opening of a WebSocket with a 404 in OpenAI's shape; return False if the HTTP server cannot."""
+    """Answer the opening of a WebSocket with a 426 in OpenAI's shape; return False if the HTTP server cannot."""
     if "websocket.http.response" not in scope.get("extensions", {}):
         return False
-    await _answer(NO_WEBSOCKETS, send, "websocket.http.response")
+    await _answer(NO_WEBSOCKETS, scope, send, "websocket.http.response")
     return True
 
 
-async def _answer(reply: ErrorReply, send: Send, message: str = "http.response") -> None:
-    body = to_json(reply.body)
+async def _answer(reply: ErrorReply, scope: Scope, send: Send, message: str = "http.response") -> None:
+    body = to_json(reply.body_at(scope["path"]))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in reply.headers]
     await send({"type": f"{message}.start", "status": reply.status, "headers": headers})

@@ -96,6 +96,8 @@ class Exchange:
     """Completion of the request; None: the request failed before one was prepared, or asked for none."""
     ignored_fields: tuple[str, ...] = ()
     """Fields of the body that have no effect."""
+    ignored_tools: tuple[str, ...] = ()
+    """Tools of the body that this server cannot run; the model did not see them."""
     headroom: Callable[[], Headroom] | None = None
     """Function that returns the room left in the request's band now; None: the request has no band."""
     key_use: KeyUse | None = None
@@ -210,4 +212,4 @@ def fail(exchange: Exchange, error: BaseException) -> ErrorReply:
 def error_response(exchange: Exchange, error: BaseException) -> Response:
     """Return the response with the error object for `error`."""
     reply = fail(exchange, error)
-    return json_response(reply.body, reply.status, dict(reply.headers))
+    return json_response(reply.body_at(exchange.path, exchange.request_id), reply.status, dict(reply.headers))

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replicas.timing.clock import Clock
 from router.timeline import Timeline
+from serve_app.errors import is_of_messages
 from serve_app.http.access_log import AccessLog
 from serve_app.http.edge import refuse_websocket
 from serve_app.http.exchange import CLIENT_CLOSED, QUIET_HANDLERS, SCOPE_KEY, Exchange, error_response, fail
@@ -118,10 +119,14 @@ class ExchangeMiddleware:
                 headers = MutableHeaders(scope=message)
                 if not is_announced:
                     headers["x-request-id"] = exchange.request_id
+                if is_of_messages(exchange.path):
+                    headers["request-id"] = exchange.request_id
                 headers["openai-processing-ms"] = str(round((exchange.headers_s - exchange.started_s) * 1000))
                 headers.update(_rate_limit_headers(exchange))
                 if exchange.ignored_fields:
                     headers["x-headway-ignored"] = ", ".join(exchange.ignored_fields)
+                if exchange.ignored_tools:
+                    headers["x-headway-ignored-tools"] = _listed(exchange.ignored_tools)
                 if exchange.prepared is not None and self._observers.toy_model is not None:
                     headers["x-headway-toy-model"] = f"{self._observers.toy_model} is for tests; serve another model"
                 if exchange.prepared is not None and exchange.prepared.not_enforced:

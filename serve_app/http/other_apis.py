@@ -53,8 +53,7 @@ OTHER_APIS: Mapping[str, Mapping[str, str]] = {
         "/generate_stream": "use POST /v1/completions with `stream`", "/info": _MODELS,
     },
     "Anthropic's": {
-        "/v1/messages": _CHAT, "/v1/messages/count_tokens": "use POST /tokenize", "/v1/messages/batches": _BATCHES,
-        "/v1/complete": _COMPLETIONS,
+        "/v1/messages/batches": f"{_BATCHES} with the endpoint /v1/messages", "/v1/complete": _COMPLETIONS,
     },
     "OpenAI's": {
         "/v1/responses": _CHAT, "/v1/responses/input_tokens": "use POST /tokenize", "/v1/conversations": _STATELESS,

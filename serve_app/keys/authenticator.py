@@ -87,10 +87,7 @@ class Authenticator:
         """
         if self._principals is None:
             return ANONYMOUS
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise invalid_api_key("an API key is required: send `Authorization: Bearer <key>`")
-        digest = digest_of(key.strip())
+        digest = digest_of(_key_of(headers))
         owner: Principal | None = None
         for known, principal in self._principals.items():
             # Compare with every entry, so that the time taken reveals nothing about the keys.
@@ -112,6 +109,21 @@ class Authenticator:
                 _log.error("the former API keys stay in force: %s", error)
             else:
                 _log.info("the key file has changed: %d API keys", len(self._principals))
+
+
+def _key_of(headers: Mapping[str, str]) -> str:
+    """Return the API key: OpenAI's header's, or Anthropic's where the first is not there.
+
+    Raises:
+        HttpError: 401, there is none.
+    """
+    authorization = headers.get("authorization")
+    if authorization is None and (key := headers.get("x-api-key", "").strip()):
+        return key
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise invalid_api_key("an API key is required: send `Authorization: Bearer <key>` or `x-api-key: <key>`")
+    return key.strip()
 
 
 def require_operator(principal: Principal) -> None:

@@ -17,9 +17,9 @@ from replicas.text.tokenizer_files import vocab_size_of
 from router.dispatch import Dispatcher
 from router.timeline import Timeline
 from router.types import Headroom
+from serve_app.openai.reply.chat_format import CHAT_COMPLETION, ReplyKind
 from serve_app.openai.reply.fan_in import DeltaContext, IndexedDelta, merge_streams
 from serve_app.openai.reply.format import (
-    ChatFormat,
     CompletionFormat,
     JsonObject,
     Progress,
@@ -42,6 +42,7 @@ from serve_app.openai.request.validation import (
     completion_requests,
     refuse_unusable_prompts,
     truncation_of,
+    with_lowered_max_tokens,
 )
 from serve_app.openai.structured.chat_grammar import ChatDialect, callable_tools, chat_grammar
 from serve_app.openai.structured.output_grammar import GrammarChecker, OutputGrammar, output_grammar
@@ -167,8 +168,8 @@ class CompletionService:
         self._rng = rng
         self._replies = WorkerThreads(_NUM_REPLY_THREADS, "replies", _NO_REFUSAL)
 
-    async def chat(self, body: ChatBody, caller: Caller) -> PreparedCompletion:
-        """Prepare a chat completion: render, tokenize and validate its messages.
+    async def chat(self, body: ChatBody, caller: Caller, kind: ReplyKind = CHAT_COMPLETION) -> PreparedCompletion:
+        """Prepare a chat completion: render, tokenize and validate its messages; `kind` is that of its reply.
 
         Raises:
             InvalidRequest, UnknownModel, NoReplicaAvailable: the body cannot be served.
@@ -187,7 +188,9 @@ class CompletionService:
         text = prompt.text or ""
         check_echo(body, len(prompt.token_ids), self._limits)
         grammar = await self._chat_grammar(body, text, owner)
-        caller = replace(caller, request_id=f"chatcmpl-{caller.request_id}")
+        caller = replace(caller, request_id=f"{kind.id_prefix}{caller.request_id}")
+        if kind.lowers_max_tokens:
+            body = with_lowered_max_tokens(body, prompt, caller, card)
         requests = chat_requests(body, prompt, caller, card, self._rng, self._cache_salt(body, caller))
         requests = await self._constrained(body, requests, grammar, owner)
         head = self._head(caller, card, requests)
@@ -201,10 +204,23 @@ class CompletionService:
             caller=caller,
             body=body,
             requests=requests,
-            reply_format=ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser),
+            reply_format=kind.make(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser),
             prompts=[prompt],
             grammar=grammar,
         )
+
+    async def num_prompt_tokens(self, body: ChatBody, caller: Caller) -> int:
+        """Return the number of tokens of a chat's prompt.
+
+        Raises:
+            InvalidRequest, UnknownModel, NoReplicaAvailable: as `chat`, but a prompt may exceed the context.
+        """
+        self.checks.check_chat(body)
+        card = await self._model.card()
+        prompt = await self._tokenizer.encode_chat(
+            ChatTurns.of(body), max_prompt_tokens=card.max_model_len, owner=caller.owner_of(body)
+        )
+        return len(prompt.token_ids)
 
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
         """Prepare a text completion of one or several prompts.

@@ -93,6 +93,8 @@ class Operation:
     """Request headers with a meaning for this route."""
     answer_headers: tuple[str, ...] = ()
     """Beginnings of the names of the answers' headers beyond those of every route."""
+    error: Any = None
+    """Type of the body of a failure; None: OpenAI's error object."""
     created: Created | None = None
     """Object that the operation creates; None: it creates none."""
     summary: str = ""

@@ -41,6 +41,10 @@ FAILURES: Mapping[int, str] = {
 """Description of a failure, by status."""
 
 REQUEST_HEADERS: Mapping[str, Mapping[str, Any]] = {
+    "anthropic-version": {
+        "description": "Version of Anthropic's API, whose form the answer then has.",
+        "schema": {"type": "string"},
+    },
     "idempotency-key": {
         "description": "Name of this submission: the same key with the same body returns the first submission.",
         "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
@@ -74,10 +78,12 @@ REQUEST_HEADERS: Mapping[str, Mapping[str, Any]] = {
 
 ANSWER_HEADERS: Mapping[str, str] = {
     "x-request-id": "Id of the request in logs: the client's own `x-request-id`, or one that the server made.",
+    "request-id": "The same, under Anthropic's name.",
     "openai-processing-ms": "Time from the request's arrival to the answer's headers, milliseconds.",
     "x-model-replica": "Replica that served the request.",
     "x-headway-ignored": "Fields of the body that have no effect, such as `messages.0.cache_control`, percent-encoded; "
     "it ends in `...` if there are too many.",
+    "x-headway-ignored-tools": "Tools that only another server can run; the model did not see them.",
     "x-headway-toy-model": "Only if the bundled demo model answers: it is for tests, and no answer of it is of use.",
     "x-headway-not-enforced": "Keywords of the request's JSON Schemas that are not enforced, as JSON pointers.",
     "x-ratelimit-limit-requests": "Most requests that may wait in the request's band.",

@@ -20,6 +20,10 @@ _VALUES: tuple[Any, ...] = (
     [2**40], [1.5], ["a", "b"], ["a", 1], [["a"]], [[1], [2]], {"type": "x"}, {"type": "text"}, {"type": "json_object"},
     {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}, {"regex": "(a|b)+"}, {"regex": "("},
     {"choice": ["a", "b"]}, {"choice": []}, {"json": _SCHEMA}, {"grammar": "root ::= "}, {"": ""}, {"1": 100, "x": 1},
+    {"type": "adaptive", "budget_tokens": -1}, {"type": "tool", "name": "f"}, {"type": "any"}, {"effort": "max"},
+    [{"type": "bash_20250124", "name": "bash"}], [{"name": "f", "input_schema": _SCHEMA}], [{"type": "web_search_1"}],
+    [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}], [{"type": "text", "text": "a"}],
+    [{"role": "user", "content": [{"type": "image", "source": {}}]}], [{"role": "system", "content": [{}]}],
     [{"role": "user", "content": None}], [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}],
 )  # fmt: skip
 _FIELDS = (
@@ -30,7 +34,7 @@ _FIELDS = (
     "tools", "structured_outputs", "tool_choice", "priority", "deadline_ms", "service_tier", "user", "metadata",
     "cache_salt", "best_of", "suffix", "return_token_ids", "chat_template_kwargs", "continue_final_message",
     "add_generation_prompt", "reasoning_effort", "callback_url", "tokens", "unknown_field", "skip_special_tokens",
-    "add_special_tokens",
+    "add_special_tokens", "system", "stop_sequences", "thinking", "output_config", "context_management", "thread",
 )  # fmt: skip
 _HEADERS: Mapping[str, tuple[str, ...]] = {
     "x-headway-priority": ("interactive", "batch", "1", "-1", "urgent", "é", "x" * 300),
@@ -129,6 +133,8 @@ class FuzzCases:
         return rng.choice((
             ("/v1/chat/completions", {**common, "messages": messages}),
             ("/v1/completions", {**common, "prompt": rng.choice(("the", [1, 2, 3], ["a", "b"], [[1], [2, 3]]))}),
+            ("/v1/messages", {**common, "messages": _anthropic_turns(rng)}),
+            ("/v1/messages/count_tokens", {"model": self._model, "messages": _anthropic_turns(rng)}),
             ("/tokenize", {"model": self._model, "prompt": "the quick"}),
             ("/tokenize", {"model": self._model, "messages": messages}),
             ("/detokenize", {"model": self._model, "tokens": [1, 2, 3]}),
@@ -277,6 +283,19 @@ class FuzzCases:
         size = -(-len(data) // num_pieces)
         pieces = tuple(data[start : start + size] for start in range(0, len(data), size))
         return RawCase("slow", pieces, rng.uniform(0.0, 0.1), is_whole)
+
+
+def _anthropic_turns(rng: random.Random) -> list[dict[str, Any]]:
+    """Return messages of Anthropic's form, with a call and its result."""
+    call = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}
+    thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
+    result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "toolu_1", "content": rng.choice(("ok", [], None))}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": rng.choice(("the quick", [{"type": "text", "text": "the quick"}]))},
+        {"role": "assistant", "content": [thought, call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "go on"}]},
+    ]
+    return turns[: rng.choice((1, 3))]
 
 
 def _mutate(rng: random.Random, body: dict[str, Any]) -> None:

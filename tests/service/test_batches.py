@@ -82,6 +82,20 @@ def test_a_line_with_ignored_fields_is_served_and_names_them(client: openai.Open
     assert "warnings" not in answers["b"]
 
 
+def test_lines_of_messages_are_answered_as_messages(client: openai.OpenAI) -> None:
+    tools = [{"type": "web_search_20250305", "name": "web_search"}]
+    endpoint = "/v1/messages"
+    good = line("good", endpoint=endpoint, system="be brief", tools=tools)
+    batch = ended(client, submit(client, good, line("bad", endpoint=endpoint, max_tokens=0), endpoint=endpoint))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    message = results(client, batch.output_file_id)["good"]["response"]["body"]
+    assert (message["type"], message["stop_reason"], message["usage"]["output_tokens"]) == ("message", "max_tokens", 8)
+    assert message["warnings"] == ["ignored: ignore_eos", "ignored tool: web_search_20250305"]
+    failed = results(client, batch.error_file_id)["bad"]["response"]
+    assert (failed["status_code"], failed["body"]["type"]) == (400, "error")
+    assert failed["body"]["error"]["type"] == "invalid_request_error"
+
+
 @pytest.mark.parametrize(
     ("lines", "number", "code"),
     [

@@ -16,8 +16,13 @@ from serve_app.openai.request.validation import check_model, check_num_tokens, c
 from serve_app.openai.service import KnownModel
 from serve_app.openai.tokenize.prompt_encoder import ChatTurns
 from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
+from serve_app.protocols.messages.answers import ModelInfo, ModelInfoList, model_info
 from serve_app.reference.answers import DetokenizeReply, ModelList, ModelObject, TokenizeReply, TokenizerInfo
 from serve_app.reference.operations import BODY_FAILURES, LOOKUP_FAILURES, Fields, Operation
+
+ANTHROPIC_VERSION = "anthropic-version"
+"""Header of requests of Anthropic's API."""
+_VERSIONS = frozenset({ANTHROPIC_VERSION})
 
 
 class ModelEndpoints:
@@ -32,17 +37,27 @@ class ModelEndpoints:
         self._tokenizer = tokenizer
         self._created_unix_s = created_unix_s
 
-    @Operation("GET", "/v1/models", "Model", ModelList, failures=frozenset({503}))
+    @Operation("GET", "/v1/models", "Model", ModelList | ModelInfoList, failures=frozenset({503}), headers=_VERSIONS)
     async def models(self, request: Request) -> Response:
         """List the served model."""
-        return json_response({"object": "list", "data": [await self._card(name) for name in self._model.names]})
+        data = [await self._described(request, name) for name in self._model.names]
+        if ANTHROPIC_VERSION not in request.headers:
+            return json_response({"object": "list", "data": data})
+        return json_response({"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]})
 
-    @Operation("GET", "/v1/models/{model_id:path}", "Model", ModelObject, failures=LOOKUP_FAILURES)
+    @Operation(
+        "GET",
+        "/v1/models/{model_id:path}",
+        "Model",
+        ModelObject | ModelInfo,
+        failures=LOOKUP_FAILURES,
+        headers=_VERSIONS,
+    )
     async def model(self, request: Request) -> Response:
         """Show the served model."""
         name = request.path_params["model_id"]
         check_model(name, self._model.names)
-        return json_response(await self._card(name))
+        return json_response(await self._described(request, name))
 
     @Operation(
         "POST",
@@ -114,8 +129,11 @@ class ModelEndpoints:
             )
         return prompt.token_ids
 
-    async def _card(self, name: str) -> JsonObject:
+    async def _described(self, request: Request, name: str) -> JsonObject:
+        """Return the description of the model in the form of the API that the request is of."""
         card = await self._model.card()
+        if ANTHROPIC_VERSION in request.headers:
+            return model_info(name, self._created_unix_s, card.max_model_len)
         return {
             "id": name,
             "object": "model",

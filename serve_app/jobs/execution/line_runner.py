@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from pydantic_core import from_json, to_json
@@ -22,16 +22,19 @@ from serve_app.jobs.storage.rows.batch_queue import Backlog, OpenBatch
 from serve_app.keys.authenticator import Principal
 from serve_app.monitoring.http import OutputMetrics
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
-from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.parsing import Converted, convert_fields, parse_body
-from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody
+from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody, GenerationBody
+from serve_app.openai.request.unknown_fields import CHAT_LEVEL, Level
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.openai.service import CompletionService
+from serve_app.protocols.adapted_chat import AdaptedChat
+from serve_app.protocols.messages.conversion import adapted_message
+from serve_app.protocols.messages.schema import MESSAGES_LEVEL
 from serve_app.tracing.request_spans import add_request
 from serve_app.tracing.tracer import Moment, Trace, Tracer
 
-_Body = ChatBody | CompletionBody
+_Body = ChatBody | CompletionBody | AdaptedChat
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +47,12 @@ _MAX_DELAY_S = 5.0
 _MAX_RETRY_AFTER_S = 10.0
 _LARGE_BODY_CHARS = 2**16
 
-_ENDPOINTS: dict[str, tuple[type[_Body], IgnoredValues]] = {
-    "/v1/chat/completions": (ChatBody, CHAT_IGNORED),
-    "/v1/completions": (CompletionBody, COMPLETION_IGNORED),
+_ENDPOINTS: Mapping[str, tuple[Callable[[dict[str, object]], _Body], Level]] = {
+    "/v1/chat/completions": (partial(parse_body, ChatBody, ignored=CHAT_IGNORED), CHAT_LEVEL),
+    "/v1/completions": (partial(parse_body, CompletionBody, ignored=COMPLETION_IGNORED), CHAT_LEVEL),
+    "/v1/messages": (adapted_message, MESSAGES_LEVEL),
 }
-"""Schema of the bodies of each endpoint that batches may name, and the values of ignored fields that are accepted."""
+"""Function that makes the body of each endpoint that batches may name, and the fields that it knows."""
 
 
 class LineRunner:
@@ -81,10 +85,10 @@ class LineRunner:
         try:
             return await self._answer_at_last(line_task, await self._parse(line_task))
         except ServingError as error:
-            return _failed(line_task.line, error)
+            return _failed(line_task, error)
         except Exception as error:
             logger.exception("a line failed", extra={"request_id": line_task.line.request_id})
-            return _failed(line_task.line, error)
+            return _failed(line_task, error)
 
     async def _parse(self, line_task: LineTask) -> _Body:
         parse = partial(parse_line_body, line_task.batch.endpoint, self._service.checks.limits, line_task.line.body)
@@ -118,15 +122,20 @@ class LineRunner:
 
     async def _answer_once(self, line_task: LineTask, body: _Body, attempt: Attempt) -> LineResult:
         caller = self._caller(line_task, attempt.timeline)
-        if isinstance(body, ChatBody):
-            prepared = await self._service.chat(body, caller)
-        else:
-            prepared = await self._service.completion(body, caller)
+        match body:
+            case AdaptedChat():
+                prepared = await body.prepare(self._service, caller)
+            case ChatBody():
+                prepared = await self._service.chat(body, caller)
+            case CompletionBody():
+                prepared = await self._service.completion(body, caller)
         attempt.prepared = prepared
         line_task.is_sent = True
         reply = await self._service.answer(prepared)
-        if line_task.ignored_fields:
-            ignored = [f"ignored: {name}" for name in line_task.ignored_fields]
+        ignored = [f"ignored: {name}" for name in line_task.ignored_fields]
+        if isinstance(body, AdaptedChat):
+            ignored += [f"ignored tool: {name}" for name in body.ignored_tools]
+        if ignored:
             reply["warnings"] = [*reply.get("warnings", ()), *ignored]
         self._metrics.count(
             num_not_enforced=len(prepared.not_enforced), num_malformed_calls=prepared.format.num_malformed_calls
@@ -138,7 +147,9 @@ class LineRunner:
     def _attempt(self, line_task: LineTask, body: _Body) -> Iterator[Attempt]:
         """Yield an attempt, and trace it when it ends."""
         start = Moment(self._clock.unix(), self._clock.monotonic())
-        attempt = Attempt(start, Timeline(start.monotonic_s), body.model, self._begin_trace(line_task.batch, start))
+        attempt = Attempt(
+            start, Timeline(start.monotonic_s), _generation(body).model, self._begin_trace(line_task.batch, start)
+        )
         attempt.timeline.received(start.monotonic_s)
         line_task.attempt = attempt
         try:
@@ -202,11 +213,15 @@ def parse_line_body(endpoint: str, limits: RequestLimits, text: str) -> Converte
     Raises:
         InvalidRequest: the endpoint would refuse it, or it asks for a stream.
     """
-    schema, ignored = _ENDPOINTS[endpoint]
-    parsed = convert_fields(partial(parse_body, schema, ignored=ignored), limits, from_json(text))
-    if parsed.value.stream:
+    make, level = _ENDPOINTS[endpoint]
+    parsed = convert_fields(make, limits, from_json(text), level)
+    if _generation(parsed.value).stream:
         raise InvalidRequest("`stream` is true; a batch cannot stream", "stream", "unsupported_parameter")
     return parsed
+
+
+def _generation(body: _Body) -> GenerationBody:
+    return body.chat if isinstance(body, AdaptedChat) else body
 
 
 def _is_transient(error: ServingError) -> bool:
@@ -216,7 +231,7 @@ def _is_transient(error: ServingError) -> bool:
 
 def _is_too_late(error: ServingError, body: _Body) -> bool:
     """Return True if the line's own deadline has passed. When the batch's has passed, the batch ends the line."""
-    return isinstance(error, DeadlineExceeded) and body.deadline_ms is not None
+    return isinstance(error, DeadlineExceeded) and _generation(body).deadline_ms is not None
 
 
 def _succeeded(line: LeasedLine, prepared: PreparedCompletion, response: str) -> LineResult:
@@ -233,9 +248,9 @@ def _succeeded(line: LeasedLine, prepared: PreparedCompletion, response: str) ->
     )
 
 
-def _failed(line: LeasedLine, error: Exception) -> LineResult:
-    """Return a failed result: `response` is the endpoint's error body, `error` only its inner error object."""
+def _failed(line_task: LineTask, error: Exception) -> LineResult:
+    """Return a failed result: `response` is the endpoint's error body, `error` OpenAI's inner error object."""
+    line = line_task.line
     reply = reply_to(error, line.request_id)
-    return LineResult(
-        line, LineStatus.FAILED, reply.status, to_json(reply.body).decode(), to_json(reply.body["error"]).decode()
-    )
+    response = to_json(reply.body_at(line_task.batch.endpoint, line.request_id)).decode()
+    return LineResult(line, LineStatus.FAILED, reply.status, response, to_json(reply.body["error"]).decode())

@@ -39,7 +39,8 @@ def _prompt_of(body: Mapping[str, object]) -> tuple[int, int, str]:
     """Return the number of prompts, their tokens in total, and the beginning of the first one."""
     messages = body.get("messages")
     if isinstance(messages, list):
-        text = "\n".join(_text_of(message.get("content")) for message in messages if isinstance(message, dict))
+        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        text = "\n".join(map(_text_of, [body["system"], *contents] if "system" in body else contents))
         return 1, len(text) // _CHARS_PER_TOKEN, text[:_PREFIX_CHARS]
     prompt = body.get("prompt")
     prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]

@@ -70,15 +70,19 @@ class ChatChoice:
         """Number of calls that were malformed or cut off."""
         return 0 if self._parser is None else self._parser.num_malformed
 
-    def read(self, delta: TokenDelta) -> list[JsonObject]:
-        """Return what a delta adds to the message, as OpenAI's deltas."""
+    def events(self, delta: TokenDelta) -> list[Event]:
+        """Return what a delta adds to the message; of each text one piece at a time."""
         if self._parser is None:
-            return [{"content": delta.text}] if delta.text else []
+            return [Content(delta.text)] if delta.text else []
         events = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             events += self._parser.finish()
         self._reasoning.add(delta, any(isinstance(event, Reasoning) for event in events))
-        return [_part(event) for event in _joined(events) if self._is_shown(event)]
+        return [event for event in _joined(events) if self._is_shown(event)]
+
+    def read(self, delta: TokenDelta) -> list[JsonObject]:
+        """Return what a delta adds to the message, as OpenAI's deltas."""
+        return [_part(event) for event in self.events(delta)]
 
     def message(self, delta: TokenDelta) -> JsonObject:
         """Return the whole message from the choice's merged delta."""

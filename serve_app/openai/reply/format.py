@@ -8,16 +8,14 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
 
 from replicas.protocol import FinishReason, ModelCard, PositionLogprobs, TokenDelta, TokenLogprob, Usage
-from serve_app.openai.reply.chat_choice import ChatChoice
 from serve_app.openai.reply.fan_in import IndexedDelta
-from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt, GenerationBody
+from serve_app.openai.request.schema import CompletionBody, EncodedPrompt, GenerationBody
 from serve_app.openai.tokenize.prompt_tokenizer import TokenText
-from serve_app.openai.tools.parser import OutputParser
 
 JsonObject = dict[str, Any]
 ResultT = TypeVar("ResultT")
@@ -124,120 +122,11 @@ class Parsing:
         return parsed
 
 
-class ChatFormat:
-    """Format of one chat completion's reply; calls and reasoning are parsed out of the text."""
-
-    def __init__(
-        self,
-        head: ReplyHead,
-        body: ChatBody,
-        prompt_token_ids: Sequence[int],
-        token_text: TokenText,
-        make_parser: Callable[[], OutputParser] | None = None,
-    ) -> None:
-        """Create the format; without a parser all text is the answer."""
-        self._choices = [ChatChoice(make_parser, body.include_reasoning, token_text) for _ in range(body.n)]
-        self.parsing = None if make_parser is None else Parsing()
-        """Time of the parsing; None: there is nothing to parse."""
-        self._head = head
-        self._body = body
-        self._prompt_token_ids = prompt_token_ids
-        self._token_text = token_text
-        self._name_of = _namer(body, token_text)
-        self._started: set[int] = set()
-
-    def opening(self, index: int) -> list[JsonObject]:
-        """Return the chunk with the role, which has no token, for a choice that has none yet."""
-        if index in self._started:
-            return []
-        opening = self._chunk(index, {"role": "assistant", "content": ""})
-        if self._body.return_token_ids and not self._started:
-            opening["prompt_token_ids"] = list(self._prompt_token_ids)
-        self._started.add(index)
-        return [opening]
-
-    def chunks(self, item: IndexedDelta) -> list[JsonObject]:
-        """Return a delta's chunks: content, then the finish reason."""
-        delta, choice = item.delta, self._choices[item.index]
-        parts = choice.read(delta) if self.parsing is None else self.parsing.timed(choice.read, delta)
-        if not parts and (delta.logprobs or (self._body.return_token_ids and delta.token_ids)):
-            parts = [{"content": ""}]
-        chunks = [self._chunk(item.index, part) for part in parts]
-        if chunks:
-            chunks[0]["choices"][0] |= self._tokens_of(delta)
-        if delta.finish_reason is not None:
-            last = self._chunk(item.index, {})
-            last["choices"][0] |= choice.ending(delta)
-            chunks.append(last)
-        return chunks
-
-    def usage_details(self) -> JsonObject:
-        """Return the part of the usage object that is about reasoning; empty for a model that does not reason."""
-        if self.parsing is None:
-            return {}
-        num_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
-        return {"completion_tokens_details": {"reasoning_tokens": num_tokens}}
-
-    @property
-    def num_malformed_calls(self) -> int:
-        """Number of calls that were malformed or cut off."""
-        return sum(choice.num_malformed_calls for choice in self._choices)
-
-    def closing_chunk(self, fields: JsonObject) -> JsonObject:
-        """Return the last chunk of a stream, with fields about the whole request; it has no choices."""
-        return self._head.fields("chat.completion.chunk") | {"choices": [], **fields}
-
-    def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
-        """Return the whole completion from one merged delta per choice."""
-        choices = [
-            {
-                "index": index,
-                "message": self._message(choice, delta),
-                "token_ids": None,
-                **self._tokens_of(delta),
-                **choice.ending(delta),
-            }
-            for index, (choice, delta) in enumerate(zip(self._choices, deltas, strict=True))
-        ]
-        # The reasoning is counted while the choices are read, so its part of the usage comes after them.
-        usage |= self.usage_details()
-        reply = self._head.fields("chat.completion") | {"choices": choices, "usage": usage}
-        reply |= {"prompt_token_ids": None, "prompt_logprobs": None}
-        if self._body.return_token_ids:
-            reply["prompt_token_ids"] = list(self._prompt_token_ids)
-        if self._body.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = _prompt_logprobs(deltas[0], self._body.prompt_logprobs, self._token_text)
-        return reply
-
-    def _message(self, choice: ChatChoice, delta: TokenDelta) -> JsonObject:
-        return choice.message(delta) if self.parsing is None else self.parsing.timed(choice.message, delta)
-
-    def _chunk(self, index: int, message: JsonObject) -> JsonObject:
-        choice = {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
-        return self._head.fields("chat.completion.chunk") | {"choices": [choice]}
-
-    def _tokens_of(self, delta: TokenDelta) -> JsonObject:
-        """Return a choice's fields about its tokens: log probabilities and token ids."""
-        fields: JsonObject = {"logprobs": None}
-        if self._body.logprobs:
-            fields["logprobs"] = {"content": [self._position(position) for position in delta.logprobs], "refusal": None}
-        if self._body.return_token_ids:
-            fields["token_ids"] = list(delta.token_ids)
-        return fields
-
-    def _position(self, position: PositionLogprobs) -> JsonObject:
-        return self._token(position.chosen) | {"top_logprobs": [self._token(token) for token in position.top]}
-
-    def _token(self, token: TokenLogprob) -> JsonObject:
-        return {
-            "token": self._name_of(token.token_id),
-            "bytes": list(self._token_text.bytes_of(token.token_id)),
-            "logprob": shown_logprob(token.logprob),
-        }
-
-
 class CompletionFormat:
     """Format of one text completion's reply; choice i is a sample of prompt i // n."""
+
+    ends_with_done = True
+    keep_alive: JsonObject | None = None
 
     def __init__(
         self, head: ReplyHead, body: CompletionBody, prompts: Sequence[EncodedPrompt], token_text: TokenText
@@ -274,9 +163,13 @@ class CompletionFormat:
             return []
         return [self._head.fields("text_completion") | {"choices": [choice.render(delta)]}]
 
-    def closing_chunk(self, fields: JsonObject) -> JsonObject:
-        """Return the last chunk of a stream, with fields about the whole request; it has no choices."""
-        return self._head.fields("text_completion") | {"choices": [], **fields}
+    def closing(self, fields: JsonObject, usage: JsonObject) -> list[JsonObject]:
+        """Return the last chunk of a stream, with fields about the whole request, if there are any; no choices."""
+        return [self._head.fields("text_completion") | {"choices": [], **fields}] if fields else []
+
+    def failure(self, error: JsonObject, code: str | None, message: str) -> list[JsonObject]:
+        """Return OpenAI's error object, the last event of a stream that failed."""
+        return [error]
 
     def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
         """Return the whole completion from one merged delta per choice."""
@@ -294,7 +187,7 @@ class _Choice:
         self._index = index
         self._offsets = _TextOffsets(token_text, (prompt.text or "") if body.echo else "")
         self._token_text = token_text
-        self._name_of = _namer(body, token_text)
+        self._name_of = namer(body, token_text)
         self.has_started = False
 
     def render(self, delta: TokenDelta) -> JsonObject:
@@ -310,7 +203,7 @@ class _Choice:
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = _prompt_logprobs(delta, self._body.prompt_logprobs, self._token_text)
+            choice["prompt_logprobs"] = prompt_logprobs(delta, self._body.prompt_logprobs, self._token_text)
         if self._body.return_token_ids:
             if is_first:
                 choice["prompt_token_ids"] = list(self._prompt.token_ids)
@@ -365,8 +258,37 @@ class _TextOffsets:
         return name != "" and self._prompt.startswith(name, self._num_chars)
 
 
-ReplyFormat = ChatFormat | CompletionFormat
-"""Format of one request's reply, streamed or whole, from the same deltas."""
+class ReplyFormat(Protocol):
+    """Format of one request's reply, streamed or whole, from the same deltas."""
+
+    ends_with_done: bool
+    """True if `[DONE]` ends a stream."""
+    keep_alive: JsonObject | None
+    """Event that shows a client that the stream goes on; None: a comment does."""
+    parsing: Parsing | None
+    """Time of the parsing; None: there is nothing to parse."""
+
+    @property
+    def num_malformed_calls(self) -> int:
+        """Number of calls that were malformed or cut off."""
+
+    def opening(self, index: int) -> list[JsonObject]:
+        """Return the events before a delta of choice `index`; they have no token."""
+
+    def chunks(self, item: IndexedDelta) -> list[JsonObject]:
+        """Return the events for a delta."""
+
+    def closing(self, fields: JsonObject, usage: JsonObject) -> list[JsonObject]:
+        """Return the last events of a stream; `fields` are those about the whole request that the client asked for."""
+
+    def failure(self, error: JsonObject, code: str | None, message: str) -> list[JsonObject]:
+        """Return the last events of a stream that failed; `error` is the error's body."""
+
+    def usage_details(self) -> JsonObject:
+        """Return the part of the usage object that is about reasoning; empty for a model that does not reason."""
+
+    def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
+        """Return the whole reply from one merged delta per choice."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -376,12 +298,12 @@ def fingerprint_of(card: ModelCard) -> str:
     return f"fp_{hashlib.sha256(repr(decisive).encode()).hexdigest()[:10]}"
 
 
-def _namer(body: GenerationBody, token_text: TokenText) -> Callable[[int], str]:
+def namer(body: GenerationBody, token_text: TokenText) -> Callable[[int], str]:
     """Return the function that names the tokens of log probabilities."""
     return "token_id:{}".format if body.return_tokens_as_token_ids else token_text.name_of
 
 
-def _prompt_logprobs(delta: TokenDelta, num_top: int, token_text: TokenText) -> list[JsonObject | None]:
+def prompt_logprobs(delta: TokenDelta, num_top: int, token_text: TokenText) -> list[JsonObject | None]:
     """Return vLLM's list of a prompt's log probabilities: null for the first token, then one map for each."""
     return [None, *(_ranked(position, num_top, token_text) for position in delta.prompt_logprobs)]
 

@@ -15,6 +15,9 @@ from serve_app.openai.request.schema import GenerationBody
 SDK_DEFAULT_TIMEOUT_S = 600.0
 """Time-out that the OpenAI SDKs send by default, seconds; it counts as none."""
 
+_NOT_GIVEN = "NOT_GIVEN"
+"""Time-out that Anthropic's Python client sends with a stream for which it has none."""
+
 _BAND_OF_TIER = {
     "priority": Band.INTERACTIVE,
     "fast": Band.INTERACTIVE,
@@ -138,8 +141,8 @@ def tier_of(band: Band) -> str:
 
 def _positive(headers: Mapping[str, str], name: str) -> float | None:
     """Return the number in a header; None if the header is missing, 0 or infinite."""
-    text = headers.get(name)
-    if text is None:
+    text = headers.get(name, _NOT_GIVEN)
+    if text == _NOT_GIVEN:
         return None
     try:
         value = float(text)

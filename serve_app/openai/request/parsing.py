@@ -15,7 +15,7 @@ from replicas.errors import InvalidRequest
 from serve_app.errors import shortened, shown
 from serve_app.openai.request.body import CONFLICT, INVALID, MISSING, UNSUPPORTED, IgnoredValues, without_ignored
 from serve_app.openai.request.sizes import check_fields, check_json
-from serve_app.openai.request.unknown_fields import REPLACED, IgnoredFields
+from serve_app.openai.request.unknown_fields import CHAT_LEVEL, REPLACED, IgnoredFields, Level
 from serve_app.openai.request.validation import RequestLimits
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -85,15 +85,18 @@ def read_fields(parts: Sequence[bytes], limits: RequestLimits) -> dict[str, obje
 
 
 def convert_fields(
-    make: Callable[[dict[str, object]], ResultT], limits: RequestLimits, fields: dict[str, object]
+    make: Callable[[dict[str, object]], ResultT],
+    limits: RequestLimits,
+    fields: dict[str, object],
+    level: Level = CHAT_LEVEL,
 ) -> Converted[ResultT]:
-    """Return `make(fields)` for a body's fields, without those that are to be ignored.
+    """Return `make(fields)` for a body's fields, without those that `level` does not know and that are ignored.
 
     Raises:
         InvalidRequest: `make` refuses a field.
     """
     ignored = IgnoredFields()
-    known = ignored.known_fields(fields) if limits.unknown_fields == "ignore" else fields
+    known = ignored.known_fields(fields, level) if limits.unknown_fields == "ignore" else fields
     return Converted(make(known), tuple(ignored.names))
 
 

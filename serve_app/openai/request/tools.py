@@ -10,13 +10,15 @@ from pydantic_core import PydanticCustomError
 from serve_app.openai.request.body import INVALID, NonEmptyText, StrictBody
 
 MAX_TOOLS = 128
+MAX_NAME_CHARS = 128
+"""Most characters of a function's name, as in Anthropic's API; OpenAI's has 64."""
 
 _NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
 
 def _function_name(name: str) -> str:
-    if len(name) > 64 or not _NAME_CHARS.issuperset(name):
-        raise PydanticCustomError(INVALID, "must be 1 to 64 letters, digits, dots, dashes and underscores")
+    if len(name) > MAX_NAME_CHARS or not _NAME_CHARS.issuperset(name):
+        raise PydanticCustomError(INVALID, "must be 1 to 128 letters, digits, dots, dashes and underscores")
     return name
 
 

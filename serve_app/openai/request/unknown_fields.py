@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -42,30 +42,38 @@ _MAX_NAME_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
+class Level:
     """Kind of object in a body."""
 
     names: frozenset[str]
     """Fields that are known there, if only to be refused."""
     no_effect: IgnoredValues
     """Known fields, with the values that are accepted and have no effect."""
-    inner: Mapping[str, _Level]
+    inner: Mapping[str, Level]
     """Fields with an object or a list of objects, whose unknown fields are ignored, too."""
 
 
-def _level(*schemas: type[BaseModel], no_effect: IgnoredValues | None = None, **inner: _Level) -> _Level:
-    names = {name for schema in schemas for name in schema.model_fields}
-    return _Level(frozenset({*names, *(no_effect or {})}), no_effect or {}, inner)
+def level_of(
+    *schemas: type[BaseModel], no_effect: IgnoredValues | None = None, without: Sequence[str] = (), **inner: Level
+) -> Level:
+    """Return the level with the fields of schemas; `inner` are its fields that hold objects.
+
+    Fields in `without` are accepted and have no effect, so that they are named as unknown ones are.
+    """
+    names = {
+        field.alias or name for schema in schemas for name, field in schema.model_fields.items() if name not in without
+    }
+    return Level(frozenset({*names, *(no_effect or {})}), no_effect or {}, inner)
 
 
-_MESSAGE = _level(
+_MESSAGE = level_of(
     ChatMessage,
     no_effect=MESSAGE_IGNORED,
-    content=_level(TextPart, RefusalPart),
-    tool_calls=_level(ToolCall, function=_level(CalledFunction)),
+    content=level_of(TextPart, RefusalPart),
+    tool_calls=level_of(ToolCall, function=level_of(CalledFunction)),
 )
 _BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, BatchBody, JobOptions, PromptBatchOptions)
-_BODY = _level(
+CHAT_LEVEL = level_of(
     *_BODIES,
     no_effect={
         **dict.fromkeys((*REPLACED, *_CHANGING), ()),
@@ -74,8 +82,9 @@ _BODY = _level(
         **CHAT_IGNORED,
     },
     messages=_MESSAGE,
-    tools=_level(FunctionTool, function=_level(FunctionObject)),
+    tools=level_of(FunctionTool, function=level_of(FunctionObject)),
 )
+"""Bodies of this server's own endpoints, all of whose fields are known to each: one that has none refuses it."""
 OPEN_SCHEMAS = (*_BODIES, ChatMessage, TextPart, RefusalPart, ToolCall, CalledFunction, FunctionTool, FunctionObject)
 """Schemas of the objects in which unknown fields are ignored."""
 
@@ -88,15 +97,15 @@ class IgnoredFields:
     """Names in the order of the body; the last one is `...` if there are more than there is room for."""
     _num_chars: int = 0
 
-    def known_fields(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def known_fields(self, fields: Mapping[str, object], level: Level = CHAT_LEVEL) -> dict[str, Any]:
         """Return a body without its unknown fields and without nulls, and note the fields that have no effect.
 
         A field that another endpoint has stays, and is refused by the schema. A field that asks for nothing, such as an
         empty list, is not noted, unless it is unknown.
         """
-        return self._known(fields, _BODY, "")
+        return self._known(fields, level, "")
 
-    def _known(self, fields: Mapping[str, object], level: _Level, place: str) -> dict[str, Any]:
+    def _known(self, fields: Mapping[str, object], level: Level, place: str) -> dict[str, Any]:
         known: dict[str, Any] = {}
         for name, value in fields.items():
             if value is None:
@@ -110,7 +119,7 @@ class IgnoredFields:
             known[name] = value if inner is None else self._known_value(value, inner, f"{place}{name}.")
         return known
 
-    def _known_value(self, value: object, level: _Level, place: str) -> object:
+    def _known_value(self, value: object, level: Level, place: str) -> object:
         if isinstance(value, dict):
             return self._known(value, level, place)
         if isinstance(value, list):

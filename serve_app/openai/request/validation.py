@@ -28,6 +28,16 @@ _UNSTREAMED_INTERVAL_S = 0.5
 generated again."""
 
 
+class ContextExceeded(InvalidRequest):
+    """Error of a request whose prompt, or prompt and output, exceed the model's context."""
+
+    def __init__(self, message: str, param: str, num_prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(message, param, "context_length_exceeded")
+        self.args = (message, param, num_prompt_tokens, max_model_len)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_model_len = max_model_len
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Limits and defaults of one HTTP request."""
@@ -118,6 +128,14 @@ def chat_requests(
         prompt_logprobs=body.prompt_logprobs,
     )
     return _requests(body, [prompt], [params], caller, rng, cache_salt)
+
+
+def with_lowered_max_tokens(body: ChatBody, prompt: EncodedPrompt, caller: Caller, card: ModelCard) -> ChatBody:
+    """Return a chat whose `max_tokens` is at most the API key's limit; None where the context ends before it."""
+    counts = (body.max_tokens, caller.principal.limits.max_tokens)
+    max_tokens = min((count for count in counts if count is not None), default=card.max_model_len)
+    is_whole = len(prompt.token_ids) + max_tokens <= card.max_model_len
+    return body.model_copy(update={"max_tokens": max_tokens if is_whole else None})
 
 
 def completion_requests(
@@ -294,9 +312,8 @@ def check_tokens(
 def prompt_too_long(num_tokens: int, max_model_len: int, param: str, at_least: bool = False) -> InvalidRequest:
     """Return the error for a prompt that alone exceeds the model's context, in OpenAI's words."""
     count = f"{'at least ' if at_least else ''}{num_tokens}"
-    return _context_exceeded(
-        max_model_len, f"your {param} resulted in {count} tokens. Please reduce the length of the {param}.", param
-    )
+    message = f"your {param} resulted in {count} tokens. Please reduce the length of the {param}."
+    return ContextExceeded(_of_context(max_model_len, message), param, num_tokens, max_model_len)
 
 
 def _sampling_params(
@@ -382,13 +399,13 @@ def _check_room(part: str, prompt: EncodedPrompt, field: str, max_tokens: int | 
         f"you requested {num_tokens} tokens ({num_prompt} in the {part}, {num_output} in the completion). "
         f"Please reduce the length of the {part} or completion."
     )
-    raise _context_exceeded(card.max_model_len, message, field if could_fit else part)
+    message = _of_context(card.max_model_len, message)
+    raise ContextExceeded(message, field if could_fit else part, num_prompt, card.max_model_len)
 
 
-def _context_exceeded(max_model_len: int, message: str, param: str) -> InvalidRequest:
-    """Return the error for a request above the context; its wording is OpenAI's, which agents and proxies recognise."""
-    message = f"This model's maximum context length is {max_model_len} tokens. However, {message}"
-    return InvalidRequest(message, param, "context_length_exceeded")
+def _of_context(max_model_len: int, message: str) -> str:
+    """Return the message for a request above the context, in OpenAI's words, which agents and proxies recognise."""
+    return f"This model's maximum context length is {max_model_len} tokens. However, {message}"
 
 
 def _default_max_tokens(default: int, field: str, given: int | None, caller: Caller) -> int:

@@ -88,6 +88,8 @@ async def test_serves_own_errors_have_the_shape_of_all_others(status: int, expec
     async def serves(request: Request) -> ASGIApp:
         return PlainTextResponse("Path '/v1/secret' not found.", status)
 
+    message = (await Front(serves).http.post("/v1/messages/x")).json()
+    assert (message["type"], message["error"]["details"]["error_code"]) == ("error", expected[1])
     response = await Front(serves).http.get("/v1/secret")
     assert refusal(response) == expected
     assert response.headers["content-type"] == "application/json" and "secret" not in response.text
@@ -200,11 +202,11 @@ async def test_a_websocket_is_refused_in_the_shape_of_all_errors() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "websocket", "extensions": {"websocket.http.response": {}}}
+    scope = {"type": "websocket", "path": "/v1/responses", "extensions": {"websocket.http.response": {}}}
     assert await refuse_websocket(scope, send) and not await refuse_websocket({"type": "websocket"}, send)
     start, body = sent
-    assert (start["type"], start["status"]) == ("websocket.http.response.start", 404)
-    assert json.loads(body["body"])["error"]["code"] == "not_found"
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", 426)
+    assert json.loads(body["body"])["error"]["code"] == "no_websockets"
 
 
 @pytest.mark.parametrize(

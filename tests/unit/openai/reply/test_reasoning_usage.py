@@ -7,8 +7,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from replicas.protocol import FinishReason, TokenDelta, Usage
+from serve_app.openai.reply.chat_format import ChatFormat
 from serve_app.openai.reply.fan_in import IndexedDelta
-from serve_app.openai.reply.format import ChatFormat, ReplyHead
+from serve_app.openai.reply.format import ReplyHead
 from serve_app.openai.request.schema import ChatBody
 from serve_app.openai.tokenize.prompt_tokenizer import TokenText
 from serve_app.openai.tools.detection import adapted

@@ -1,0 +1,86 @@
+"""Request of another protocol as a chat: the chat's body, and the kind of its reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from replicas.errors import InvalidRequest
+from serve_app.openai.reply.chat_format import ReplyKind
+from serve_app.openai.reply.prepared_completion import PreparedCompletion
+from serve_app.openai.request.caller import Caller
+from serve_app.openai.request.parsing import invalid_request
+from serve_app.openai.request.schema import ChatBody
+from serve_app.openai.request.validation import ContextExceeded
+from serve_app.openai.service import CompletionService
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedChat:
+    """Request of another protocol as a chat."""
+
+    chat: ChatBody
+    reply: ReplyKind
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Fields of chats, each with its name in the protocol; errors name that. One that begins with a dot is within
+    another."""
+    too_long: str | None = None
+    """Message for a prompt of `num_tokens`, more than the `limit`, as the protocol has it; None: OpenAI's."""
+    ignored_tools: tuple[str, ...] = ()
+    """Tools of the request that only the protocol's own server can run; the model does not see them."""
+
+    async def prepare(self, service: CompletionService, caller: Caller) -> PreparedCompletion:
+        """Prepare the completion, as `CompletionService.chat` does.
+
+        Raises:
+            InvalidRequest: the request cannot be served; it names fields as the protocol does.
+            UnknownModel, NoReplicaAvailable: as `CompletionService.chat`.
+        """
+        try:
+            return await service.chat(self.chat, caller, self.reply)
+        except InvalidRequest as error:
+            raise self._told(error) from None
+
+    async def num_prompt_tokens(self, service: CompletionService, caller: Caller) -> int:
+        """Return the number of tokens of the prompt, as `CompletionService.num_prompt_tokens` does.
+
+        Raises:
+            InvalidRequest, UnknownModel, NoReplicaAvailable: as `prepare` does.
+        """
+        try:
+            return await service.num_prompt_tokens(self.chat, caller)
+        except InvalidRequest as error:
+            raise self._told(error) from None
+
+    def _told(self, error: InvalidRequest) -> InvalidRequest:
+        """Return an error of the chat in the protocol's words."""
+        if isinstance(error, ContextExceeded) and self.too_long is not None:
+            message = self.too_long.format(num_tokens=error.num_prompt_tokens, limit=error.max_model_len - 1)
+            return InvalidRequest(message, error.param, error.code)
+        return renamed(error, self.names)
+
+
+def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:
+    """Return a chat's body.
+
+    Raises:
+        InvalidRequest: a field has a value that chats do not accept; it is named as in `names`.
+    """
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as error:
+        raise renamed(invalid_request(error.errors(include_url=False)), names) from None
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """Return an error about a field of a chat as one about the protocol's field."""
+    if error.param is None:
+        return error
+    root = error.param.partition(".")[0].partition("[")[0]
+    param = names.get(root, root) + error.param.removeprefix(root)
+    for inner, name in names.items():
+        param = param.replace(inner, name) if inner.startswith(".") else param
+    return InvalidRequest(error.message.replace(f"`{error.param}`", f"`{param}`"), param, error.code)
