@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,15 +19,14 @@ from replicas.model.attention.interface import ATTENTION_NAME, AttentionBackend,
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.probe import probe_attention
 from replicas.model.attention.select import choose_attention
-from replicas.model.batch.inputs import LastSampledTokens
-from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer
+from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, step_shapes
 from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.loading.options import Device, Dtype, ModelOptions, Quantization
 from replicas.model.loading.tokenizer import make_decoder
 from replicas.model.runner import TorchModelRunner
-from replicas.model.sampling.sampler import Sampler
-from replicas.model.sampling.token_counts import TokenCounts, penalize_by_definition
+from replicas.model.sampling.sampler import Sampler, SamplingPlanner
+from replicas.model.sampling.token_counts import CountSlots, TokenCounts, penalize_by_definition
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, merge
 from testkit.engine.scripted_constraint import ScriptedCompiler
 from testkit.model.tiny_checkpoints import VOCAB_SIZE, tiny_config
@@ -164,23 +163,33 @@ def check_equals_generate(engine: Engine, path: Path, prompts: list[Prompt], max
 
 
 def sample(
-    logits: torch.Tensor,
-    sequences: Iterable[Sequence],
-    eos_token_ids: frozenset[int] = frozenset(),
-    counts: TokenCounts | None = None,
+    logits: torch.Tensor, sequences: Iterable[Sequence], eos_token_ids: frozenset[int] = frozenset()
 ) -> list[ItemResult]:
-    """Return the next token of each sequence from its row of logits, with the log probabilities it asks for.
+    """Return the next token of each sequence from its row of logits, with the log probabilities it asks for."""
+    return sampling_of(logits.shape[1], eos_token_ids)(logits, sequences)
+
+
+def sampling_of(
+    vocab_size: int, eos_token_ids: frozenset[int] = frozenset(), counts: TokenCounts | None = None
+) -> Callable[[torch.Tensor, Iterable[Sequence]], list[ItemResult]]:
+    """Return a function that samples the next token of each sequence from its row of logits.
 
     Penalties apply by `counts` on the device; None: by the tokens on the host.
     """
-    items = [ScheduledSequence.of(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
-    to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
-    sent = None if counts is None else counts.send(items, LastSampledTokens.none(logits.device), to_device)
-    sampler = Sampler(items, eos_token_ids, logits.shape[1], to_device, sent, has_counts=counts is not None)
-    launched = sampler.launch(logits, None, to_device.send(logits.device), to_host)
-    to_host.close(logits.device)
-    to_host.wait()
-    return launched.read(to_host)
+    slots = None if counts is None else CountSlots(*counts.table.shape)
+    planner, sampler = SamplingPlanner(eos_token_ids, vocab_size, slots), Sampler(counts)
+
+    def choose(logits: torch.Tensor, sequences: Iterable[Sequence]) -> list[ItemResult]:
+        items = [ScheduledSequence.of(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
+        to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
+        plan = planner.plan(items, {}, to_device)
+        on_device = DeviceBuffer.of(to_device.words, no_tokens(logits.device))
+        launched = sampler.launch(plan, logits, None, on_device, to_host)
+        to_host.close(logits.device)
+        to_host.wait()
+        return launched.read(to_host, items)
+
+    return choose
 
 
 def num_preemptions(engine: Engine) -> int:
