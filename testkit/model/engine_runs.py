@@ -90,16 +90,51 @@ def build_engine(
     vocab_size: int | None = None,
     max_mixed: int = SMALL_MIXED,
 ) -> Engine:
-    """Return an engine, with async scheduling if `is_ahead`; given `planned` attention, small steps have fixed sizes.
+    """Return an engine over `make_runner`'s runner, with async scheduling if `is_ahead`.
 
-    If `counts_on_device`, penalties apply as on a GPU. `cache_dtype` is that of the KV cache, `vocab_size` the number
-    of tokens that the engine accepts; None: the model's. `max_mixed` is the number of tokens of the largest padded step
-    with prompts.
+    `vocab_size` is the number of tokens that the engine accepts; None: the model's.
     """
     sizes = sizes or Sizes()
+    runner = make_runner(
+        loaded, sizes, attention, planned,
+        counts_on_device=counts_on_device, cache_dtype=cache_dtype, max_mixed=max_mixed,
+    )  # fmt: skip
+    return engine_over(runner, loaded, sizes, is_ahead=is_ahead, vocab_size=vocab_size)
+
+
+def make_runner(
+    loaded: LoadedModel,
+    sizes: Sizes,
+    attention: AttentionBackend = GatherAttention,
+    planned: PlannedAttention | None = None,
+    *,
+    counts_on_device: bool = False,
+    cache_dtype: torch.dtype | None = None,
+    max_mixed: int = SMALL_MIXED,
+) -> TorchModelRunner:
+    """Return a runner; given `planned` attention, small steps have fixed sizes.
+
+    If `counts_on_device`, penalties apply as on a GPU. `cache_dtype` is that of the KV cache. `max_mixed` is the number
+    of tokens of the largest padded step with prompts.
+    """
     cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, cache_dtype or loaded.dtype, loaded.device)
     shapes = step_shapes(sizes.max_num_seqs, sizes.max_num_batched_tokens, max_mixed)
     graphs = None if planned is None else GraphRunner(loaded, cache, planned, shapes)
+    counts = None
+    if counts_on_device:
+        counts = TokenCounts(sizes.max_num_seqs, loaded.vocab_size, loaded.device, penalize_by_definition)
+    return TorchModelRunner(loaded, cache, attention, graphs, counts)
+
+
+def engine_over(
+    runner: TorchModelRunner,
+    loaded: LoadedModel,
+    sizes: Sizes,
+    *,
+    is_ahead: bool = False,
+    vocab_size: int | None = None,
+) -> Engine:
+    """Return an engine over `runner`; see `build_engine`."""
     config = EngineConfig(
         num_blocks=sizes.num_blocks,
         max_model_len=min(loaded.max_model_len, sizes.num_blocks * sizes.block_size),
@@ -109,14 +144,11 @@ def build_engine(
         vocab_size=vocab_size or loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         async_scheduling=is_ahead,
-        counts_on_device=counts_on_device,
+        counts_on_device=runner.counts_tokens,
     )
-    counts = None
-    if counts_on_device:
-        counts = TokenCounts(sizes.max_num_seqs, loaded.vocab_size, loaded.device, penalize_by_definition)
     return Engine(
         config,
-        TorchModelRunner(loaded, cache, attention, graphs, counts),
+        runner,
         lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
         ReplicaIdentity("replica", "node", 1),
     )

@@ -90,17 +90,18 @@ class DeviceToHostBuffer:
     """Results of a step, copied to the host asynchronously. Only `wait` waits for the device."""
 
     def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        """Results in order of the `add` calls. Read them after `wait`."""
         self._arrived: torch.cuda.Event | None = None
 
     def add(self, tensor: Tensor) -> PendingTensor:
         """Start a copy of `tensor` to the host. Later launches may change `tensor` without changing the copy."""
         if tensor.device.type == "cpu":
-            self._tensors.append(tensor.clone())
+            self.tensors.append(tensor.clone())
         else:
             on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._tensors.append(on_host.copy_(tensor, non_blocking=True))
-        return PendingTensor(len(self._tensors) - 1)
+            self.tensors.append(on_host.copy_(tensor, non_blocking=True))
+        return PendingTensor(len(self.tensors) - 1)
 
     def close(self, device: torch.device) -> None:
         """Record an event after the last copy. Call it after all `add` calls."""
@@ -114,4 +115,4 @@ class DeviceToHostBuffer:
             self._arrived.synchronize()
 
     def __getitem__(self, pending: PendingTensor) -> Tensor:
-        return self._tensors[pending.index]
+        return self.tensors[pending.index]
