@@ -54,7 +54,7 @@ class StepMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class _ScoredPiece:
+class ScoredPiece:
     """Prompt tokens of the batch's item at `index` that one pass scores."""
 
     index: int
@@ -69,24 +69,25 @@ class PlannedStep:
     message: StepMessage
     masks: PendingMasks | None
     """Masks of the rows that may not take every token: the second message."""
-    _num_items: int
-    _indices: list[int]
+    batch: ScheduledBatch
+    indices: list[int]
     """Index in the batch of each row that samples."""
-    _sampling: list[ScheduledSequence]
-    _pieces: list[_ScoredPiece]
+    pieces: list[ScoredPiece]
+    """Scored prompt tokens, one piece for each pass that scores some."""
 
     def read(
         self, tokens: PendingTokens | None, scores: list[PendingLogprobs], to_host: DeviceToHostBuffer
     ) -> list[ItemResult]:
         """Return one result per item of the batch, after `to_host.wait()`.
 
-        `scores` has an entry for each pass that scores prompt tokens.
+        `scores` has an entry for each of `pieces`.
         """
-        results = [ItemResult()] * self._num_items
+        results = [ItemResult()] * len(self.batch.items)
         if tokens is not None:
-            for index, result in zip(self._indices, tokens.read(to_host, self._sampling), strict=True):
+            sampled = tokens.read(to_host, [self.batch.items[index] for index in self.indices])
+            for index, result in zip(self.indices, sampled, strict=True):
                 results[index] = result
-        for piece, pending in zip(self._pieces, scores, strict=True):
+        for piece, pending in zip(self.pieces, scores, strict=True):
             logprobs = pending.read(to_host, piece.targets, [piece.num_top] * len(piece.targets))
             result = results[piece.index]
             if result.error is None and any(math.isnan(entry.chosen.logprob) for entry in logprobs):
@@ -100,7 +101,7 @@ class PlannedStep:
 class StepPlanner:
     """Planner of one runner's steps. It knows what the device holds after the steps planned so far.
 
-    Invariant: the planned steps run in order. Whoever cannot run one calls `forget`.
+    Invariant: steps are planned and run in the same order, each within `running`.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class StepPlanner:
         """
         self._block_size = block_size
         self._padding = padding
+        self._slots = slots
         self._sampling = SamplingPlanner(
             loaded.eos_token_ids, loaded.vocab_size, slots, batch_invariant=loaded.is_batch_invariant
         )
@@ -137,13 +139,13 @@ class StepPlanner:
                 targets, num_top = _targets(piece), piece.sequence.request.params.prompt_logprobs or 0
                 flat.append(self._flat_pass([piece], targets, num_top, to_device))
                 if targets:
-                    pieces.append(_ScoredPiece(index, targets, num_top))
+                    pieces.append(ScoredPiece(index, targets, num_top))
         indices = [index for index in (*shared, *scored) if batch.items[index].samples]
         sampling = [batch.items[index] for index in indices]
         plan = self._sampling.plan(sampling, self._last_rows, to_device) if sampling else None
         self._last_rows = {item.sequence: row for row, item in enumerate(sampling, -len(sampling))}
         message = StepMessage(to_device.words, padded, tuple(flat), plan)
-        return PlannedStep(message, self._masks.masks_of(sampling), len(batch.items), indices, sampling, pieces)
+        return PlannedStep(message, self._masks.masks_of(sampling), batch, indices, pieces)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -152,9 +154,9 @@ class StepPlanner:
             yield
         except Exception:
             self._last_rows = {}
-            self._sampling.forget()
-            if self._padding is not None:
-                self._padding.forget()
+            for device_state in (self._padding, self._slots):
+                if device_state is not None:
+                    device_state.forget()
             raise
 
     def _plan_shared(

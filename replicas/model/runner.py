@@ -93,7 +93,8 @@ class TorchModelRunner:
         """True if penalties need no token on the host."""
         padding = None if graphs is None else StepPadding(graphs.shapes, cache.block_size, graphs.max_blocks)
         slots = None if counts is None else CountSlots(*counts.table.shape)
-        self._planner = StepPlanner(loaded, cache.block_size, padding, slots)
+        self.planner = StepPlanner(loaded, cache.block_size, padding, slots)
+        """Planner of the messages."""
         self._sampler = Sampler(counts)
         self._no_tokens = self._last_tokens = no_tokens(loaded.device)
 
@@ -130,8 +131,8 @@ class TorchModelRunner:
 
     def launch(self, batch: ScheduledBatch) -> TorchStep:
         """Plan `batch` and launch its forward passes, and the sampling unless it is constrained."""
-        with self._planner.running():
-            planned = self._planner.plan(batch)
+        with self.planner.running():
+            planned = self.planner.plan(batch)
             running = self.run(planned.message)
         step = TorchStep(planned, running, partial(self._sample, planned, running))
         if not batch.is_constrained:
@@ -139,7 +140,7 @@ class TorchModelRunner:
         return step
 
     def _sample(self, planned: PlannedStep, running: RunningStep) -> None:
-        with self._planner.running():
+        with self.planner.running():
             self.sample(running, None if planned.masks is None else planned.masks.message())
 
     @torch.inference_mode()

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
+from replicas.model.batch.inputs import LastRows
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
-from replicas.model.sampling.token_counts import PenaltyPlan, TokenCounts
+from replicas.model.sampling.token_counts import CountSlots, PenaltyPlan, TokenCounts
 
 _LAST_CHOICE = -1e30
 """Logit of a token that is chosen only if all others are forbidden."""
@@ -49,7 +50,7 @@ class _Entries:
         self.token_ids.extend(token_ids)
         self.values.extend(values)
 
-    def send(self, to_device: HostToDeviceBuffer) -> EntrySpans | None:
+    def spans(self, to_device: HostToDeviceBuffer) -> EntrySpans | None:
         """Add the entries to `to_device` and return their spans; None if there are no entries."""
         if not self.rows:
             return None
@@ -60,14 +61,13 @@ class _Entries:
 class LogitsChanges:
     """Changes of the logits of one step's rows, in the order in which they apply.
 
-    1. Penalties by counts on the device: repetition, presence and frequency.
-    2. Repetition penalty: divides positive logits, and multiplies other logits, of tokens in the prompt or output.
-    3. Presence and frequency penalties: subtracted for tokens in the output, once and once per occurrence. Logit bias:
-       added.
+    1. Repetition penalty: divides positive logits, and multiplies other logits, of tokens in the prompt or output.
+    2. Presence and frequency penalties: subtracted for tokens in the output, once and once per occurrence.
+    3. Logit bias: added.
     4. Stop tokens before `min_tokens`, and the last tokens of bad words: forbidden. A constrained sequence takes a stop
        token if its constraint allows no other.
 
-    Penalties apply by counts on the device, or by the tokens that the host knows.
+    Penalties apply by counts on the device, which `penalties` plans, or by the tokens that the host knows.
     """
 
     penalties: PenaltyPlan | None
@@ -83,7 +83,7 @@ class LogitsChanges:
     def apply(self, logits: Tensor, on_device: DeviceBuffer, counts: TokenCounts | None) -> Tensor:
         """Return a changed copy of `logits` [num_rows, vocab_size] float32; `logits` itself if nothing changes.
 
-        `counts` are those of the plan of `penalties`.
+        `counts` are those on the device; None: no row has `penalties`.
         """
         if self.is_empty:
             return logits
@@ -105,30 +105,28 @@ class LogitsChanges:
 class LogitsProcessors:
     """Planner of the changes of logits, from the parameters and tokens of sequences."""
 
-    def __init__(self, eos_token_ids: frozenset[int], vocab_size: int, *, has_counts: bool) -> None:
-        """Make a planner. If `has_counts`, all penalties apply by counts on the device."""
+    def __init__(self, eos_token_ids: frozenset[int], vocab_size: int, slots: CountSlots | None) -> None:
+        """Make a planner. Penalties apply by counts on the device in `slots`; None: the host counts the tokens."""
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
-        self._has_counts = has_counts
+        self._slots = slots
 
     def plan(
-        self, items: Items[ScheduledSequence], penalties: PenaltyPlan | None, to_device: HostToDeviceBuffer
+        self, items: Items[ScheduledSequence], last_rows: LastRows, to_device: HostToDeviceBuffer
     ) -> LogitsChanges:
-        """Plan the changes of one row per item, and add their numbers to `to_device`.
-
-        `penalties` are those by counts on the device.
-        """
+        """Plan the changes of one row per item, and add their numbers to `to_device`."""
+        penalties = None if self._slots is None else self._slots.plan(items, last_rows, to_device)
         repetition, added, forbidden = _Entries(), _Entries(), _Entries()
         for row, item in enumerate(items):
             self._penalize_repetition(repetition, row, item.sequence)
             self._add_offsets(added, row, item.sequence)
             self._forbid_stops(forbidden, row, item)
             self._forbid_bad_words(forbidden, row, item.sequence)
-        return LogitsChanges(penalties, repetition.send(to_device), added.send(to_device), forbidden.send(to_device))
+        return LogitsChanges(penalties, repetition.spans(to_device), added.spans(to_device), forbidden.spans(to_device))
 
     def _penalize_repetition(self, entries: _Entries, row: int, sequence: Sequence) -> None:
         penalty = sequence.request.params.repetition_penalty
-        if penalty != 1.0 and not self._has_counts:
+        if penalty != 1.0 and self._slots is None:
             seen = self._known(set(sequence.token_ids))
             entries.add(row, seen, [penalty] * len(seen))
 
@@ -136,7 +134,7 @@ class LogitsProcessors:
         """Add penalties and bias as one entry per token: the sum must not depend on a device's order of additions."""
         params = sequence.request.params
         offsets: dict[int, float] = defaultdict(float)
-        if (params.presence_penalty or params.frequency_penalty) and not self._has_counts:
+        if (params.presence_penalty or params.frequency_penalty) and self._slots is None:
             for token_id, count in Counter(sequence.token_ids[sequence.num_prompt_tokens :]).items():
                 offsets[token_id] = -params.presence_penalty - params.frequency_penalty * count
         for entry in params.logit_bias:

@@ -116,14 +116,12 @@ class SamplingPlanner:
         If `batch_invariant`, all random rows are drawn by the kernel for truncated ones, which adds up integers.
         """
         self._vocab_size = vocab_size
-        self._slots = slots
         self._batch_invariant = batch_invariant
-        self._logits_processors = LogitsProcessors(eos_token_ids, vocab_size, has_counts=slots is not None)
+        self._logits_processors = LogitsProcessors(eos_token_ids, vocab_size, slots)
 
     def plan(self, items: Items[ScheduledSequence], last_rows: LastRows, to_device: HostToDeviceBuffer) -> SamplingPlan:
         """Plan the sampling of one token per item, and add its numbers to `to_device`."""
-        penalties = None if self._slots is None else self._slots.plan(items, last_rows, to_device)
-        changes = self._logits_processors.plan(items, penalties, to_device)
+        changes = self._logits_processors.plan(items, last_rows, to_device)
         params = [item.sequence.request.params for item in items]
         random = [row for row, some in enumerate(params) if some.temperature >= _GREEDY_TEMPERATURE]
         truncated = {row for row in random if self._batch_invariant or is_truncated(params[row], self._vocab_size)}
@@ -135,11 +133,6 @@ class SamplingPlanner:
             to_device.ints(scored),
             max((params[row].logprobs or 0 for row in scored), default=0),
         )
-
-    def forget(self) -> None:
-        """Forget the counts on the device, after a step that could not run."""
-        if self._slots is not None:
-            self._slots.forget()
 
     def _random(
         self,

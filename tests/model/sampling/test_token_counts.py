@@ -35,7 +35,7 @@ def random_sequence(rng: random.Random, number: int) -> Sequence:
 
 def on_host(items: list[ScheduledSequence], logits: Tensor) -> Tensor:
     to_device = HostToDeviceBuffer()
-    changes = LogitsProcessors(frozenset(), VOCAB_SIZE, has_counts=False).plan(items, None, to_device)
+    changes = LogitsProcessors(frozenset(), VOCAB_SIZE, None).plan(items, {}, to_device)
     return changes.apply(logits, DeviceBuffer.of(to_device.words, NO_TOKENS), None)
 
 
@@ -50,8 +50,7 @@ class DeviceCounts:
         self, items: list[ScheduledSequence], logits: Tensor, last_rows: LastRows, last_tokens: Tensor
     ) -> Tensor:
         to_device = HostToDeviceBuffer()
-        penalties = self.slots.plan(items, last_rows, to_device)
-        changes = LogitsProcessors(frozenset(), VOCAB_SIZE, has_counts=True).plan(items, penalties, to_device)
+        changes = LogitsProcessors(frozenset(), VOCAB_SIZE, self.slots).plan(items, last_rows, to_device)
         return changes.apply(logits, DeviceBuffer.of(to_device.words, last_tokens), self.counts)
 
 
