@@ -50,7 +50,7 @@ MAX_ROOT_FILES = 8
 MAX_PARAMETERS = 5
 FEW_LINES = 40
 MAX_SMALL_FILES = 12
-WIDE_CONSTRUCTORS = {"CompletionService", "LogitsProcessors", "Sampler", "AsyncEngine"}
+WIDE_CONSTRUCTORS = {"CompletionService", "AsyncEngine"}
 
 # Third-party packages, and the only folders that may import them.
 CONFINED = {

@@ -28,6 +28,7 @@ from bench.gpu.model_checks import (
     Check,
     check_ahead,
     check_architecture,
+    check_replay,
     check_sampler,
     check_threads,
 )
@@ -82,6 +83,7 @@ def _correctness(target: Target) -> Iterable[Group]:
     equals = [(name, partial(check_architecture, name, device, attention)) for name in names]
     models += [_checked(name, check, _ATTENTION_ADVICE) for name, check in equals]
     models += [_checked(f"{name} ahead", partial(check_ahead, name, device), _GRAPH_ADVICE) for name in ahead]
+    models += [_checked(f"{name} replayed", partial(check_replay, name, device), _GRAPH_ADVICE) for name in ahead[:1]]
     large = LARGE_ARCHITECTURES[:1] if target.is_tiny else LARGE_ARCHITECTURES
     checks = [(f"{name}, large steps ahead", partial(check_ahead, name, device, is_large=True)) for name in large]
     models += [_checked(name, check, _GRAPH_ADVICE) for name, check in checks]

@@ -20,14 +20,13 @@ from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.plan import AttentionPlan, ChunkGroup
 from replicas.model.attention.select import LONG_SCHEDULE, check_attention
 from replicas.model.attention.triton import TritonBackend
-from replicas.model.batch.inputs import LastSampledTokens
-from replicas.model.batch.transfers import HostToDeviceBuffer
+from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.hardware.device import compute_capability
 from replicas.model.hardware.selfcheck import relative_error
 from replicas.model.layers.experts import ExpertLayer, Routing
 from replicas.model.layers.triton_experts import expert_linear
 from replicas.model.layers.triton_ops import check_layer_ops
-from replicas.model.sampling.token_counts import TokenCounts, penalize_by_definition
+from replicas.model.sampling.token_counts import CountSlots, TokenCounts, penalize_by_definition
 from replicas.model.sampling.triton_draw import check_draw
 from replicas.model.sampling.triton_penalties import check_penalties, penalize
 from replicas.protocol import GenerateRequest, SamplingParams
@@ -144,22 +143,22 @@ def check_token_counts(device: str) -> Check:
     params = SamplingParams(max_tokens=64, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2)
     found = []
     for where, penalizing in ((torch.device(device), penalize), (torch.device("cpu"), penalize_by_definition)):
-        counts = TokenCounts(3, vocab_size, where, penalizing)
+        counts, slots = TokenCounts(3, vocab_size, where, penalizing), CountSlots(3, vocab_size)
         sequences = [EngineSequence(GenerateRequest(f"{row}", (row, 5, 5), params), 0.0, None, row) for row in range(3)]
-        last = LastSampledTokens.none(where)
+        last_rows = {sequence: row for row, sequence in enumerate(sequences, -len(sequences))}
+        tokens = no_tokens(where)
         for step in range(num_steps):
             # The newest token is known to the device alone.
             items = [ScheduledSequence.of(sequence, 2 + step, 1) for sequence in sequences]
             to_device = HostToDeviceBuffer()
-            sent = counts.send(items, last, to_device)
+            plan = slots.plan(items, last_rows, to_device)
             changed = logits.to(where, copy=True)
-            assert sent is not None
-            sent.apply(changed, to_device.send(where))
-            tokens = changed.argmax(dim=-1)
+            assert plan is not None
+            counts.apply(plan, changed, DeviceBuffer.of(to_device.words, tokens))
             for row, sequence in enumerate(sequences):
                 if step > 0:
-                    sequence.token_ids.append(int(last.tokens[row]))
-            last = LastSampledTokens(tokens, {sequence: row for row, sequence in enumerate(sequences)})
+                    sequence.token_ids.append(int(tokens[row]))
+            tokens = changed.argmax(dim=-1)
         found.append(changed.cpu())
     error = float((found[0] - found[1]).abs().max())
     return Check("counts of tokens", error < TOLERANCES[FLOAT32], f"largest error {error:.1e} after {num_steps} steps")

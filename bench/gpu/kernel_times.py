@@ -28,7 +28,7 @@ from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.sampling.sampler import token_counts
 from replicas.protocol import GenerateRequest, SamplingParams
-from testkit.model.engine_runs import sample
+from testkit.model.engine_runs import sampling_of
 
 CONTEXT = 1024
 BATCH_SIZES = (1, 64, 256)
@@ -223,6 +223,6 @@ def measure_sampling(
                 for row in range(size)
             ]
             counts = token_counts(size, vocab_size, torch.device(device))
-            choose = partial(sample, logits, rows, counts=counts)
+            choose = partial(sampling_of(vocab_size, counts=counts), logits, rows)
             times[kind][str(size)] = round(median_ms(choose, device, NUM_ITERATIONS if device == "cuda" else 2), 3)
     return times

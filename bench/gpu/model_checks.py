@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from bench.engine.engines import make_engine
-from bench.gpu.device_time import num_graphs
+from bench.gpu.device_time import num_graphs, release
 from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence
 from replicas.model.attention.select import choose_attention
@@ -30,6 +30,7 @@ from testkit.model.engine_runs import (
     sample,
     tokens,
 )
+from testkit.model.recorded_steps import num_different, record
 from testkit.model.tiny_checkpoints import write_checkpoint
 
 ARCHITECTURES = (
@@ -171,6 +172,20 @@ def check_threads(device: Device) -> Check:
     num_different = sum(one != other for one, other in zip(plain, ahead, strict=True))
     detail = f"{num_different} of {len(plain)} sequences differ, {num_graphs(runner)} graphs"
     return Check("built in one thread, run in another", num_different == 0, detail)
+
+
+def check_replay(architecture: str, device: Device) -> Check:
+    """Check that the messages of steps ahead, in graphs, give the same bits on a second runner of the same weights."""
+    with tempfile.TemporaryDirectory() as directory:
+        loaded = load(write_checkpoint(Path(directory), architecture, with_tokenizer=False), device=device)
+        runner = _runner(loaded, _SMALL, is_ahead=True)
+        steps = record(runner)
+        _outputs(runner, _SMALL, is_ahead=True)
+        del runner
+        release()
+        num_faults = num_different(_runner(loaded, _SMALL, is_ahead=True), steps)
+    detail = f"{num_faults} of {len(steps)} steps differ"
+    return Check(f"{architecture}, recorded messages on a second runner", num_faults == 0 and len(steps) > 0, detail)
 
 
 def _run(loaded: LoadedModel, work: _Work, *, is_ahead: bool) -> tuple[list[tuple[int, ...]], int]:

@@ -117,7 +117,7 @@ def mask_times(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerFast, nu
         started_s = time.perf_counter()
         masks = threads.masks_of(items)
         assert masks is not None
-        masks.place(torch.device("cpu"))
+        masks.message()
         times.append((time.perf_counter() - started_s) * 1e3)
         for sequence, document in zip(sequences, documents, strict=True):
             assert sequence.constraint is not None

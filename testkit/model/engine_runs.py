@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,15 +19,14 @@ from replicas.model.attention.interface import ATTENTION_NAME, AttentionBackend,
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.probe import probe_attention
 from replicas.model.attention.select import choose_attention
-from replicas.model.batch.inputs import LastSampledTokens
-from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer
+from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, step_shapes
 from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.loading.options import Device, Dtype, ModelOptions, Quantization
 from replicas.model.loading.tokenizer import make_decoder
 from replicas.model.runner import TorchModelRunner
-from replicas.model.sampling.sampler import Sampler
-from replicas.model.sampling.token_counts import TokenCounts, penalize_by_definition
+from replicas.model.sampling.sampler import Sampler, SamplingPlanner
+from replicas.model.sampling.token_counts import CountSlots, TokenCounts, penalize_by_definition
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, merge
 from testkit.engine.scripted_constraint import ScriptedCompiler
 from testkit.model.tiny_checkpoints import VOCAB_SIZE, tiny_config
@@ -91,16 +90,51 @@ def build_engine(
     vocab_size: int | None = None,
     max_mixed: int = SMALL_MIXED,
 ) -> Engine:
-    """Return an engine, with async scheduling if `is_ahead`; given `planned` attention, small steps have fixed sizes.
+    """Return an engine over `make_runner`'s runner, with async scheduling if `is_ahead`.
 
-    If `counts_on_device`, penalties apply as on a GPU. `cache_dtype` is that of the KV cache, `vocab_size` the number
-    of tokens that the engine accepts; None: the model's. `max_mixed` is the number of tokens of the largest padded step
-    with prompts.
+    `vocab_size` is the number of tokens that the engine accepts; None: the model's.
     """
     sizes = sizes or Sizes()
+    runner = make_runner(
+        loaded, sizes, attention, planned,
+        counts_on_device=counts_on_device, cache_dtype=cache_dtype, max_mixed=max_mixed,
+    )  # fmt: skip
+    return engine_over(runner, loaded, sizes, is_ahead=is_ahead, vocab_size=vocab_size)
+
+
+def make_runner(
+    loaded: LoadedModel,
+    sizes: Sizes,
+    attention: AttentionBackend = GatherAttention,
+    planned: PlannedAttention | None = None,
+    *,
+    counts_on_device: bool = False,
+    cache_dtype: torch.dtype | None = None,
+    max_mixed: int = SMALL_MIXED,
+) -> TorchModelRunner:
+    """Return a runner; given `planned` attention, small steps have fixed sizes.
+
+    If `counts_on_device`, penalties apply as on a GPU. `cache_dtype` is that of the KV cache. `max_mixed` is the number
+    of tokens of the largest padded step with prompts.
+    """
     cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, cache_dtype or loaded.dtype, loaded.device)
     shapes = step_shapes(sizes.max_num_seqs, sizes.max_num_batched_tokens, max_mixed)
     graphs = None if planned is None else GraphRunner(loaded, cache, planned, shapes)
+    counts = None
+    if counts_on_device:
+        counts = TokenCounts(sizes.max_num_seqs, loaded.vocab_size, loaded.device, penalize_by_definition)
+    return TorchModelRunner(loaded, cache, attention, graphs, counts)
+
+
+def engine_over(
+    runner: TorchModelRunner,
+    loaded: LoadedModel,
+    sizes: Sizes,
+    *,
+    is_ahead: bool = False,
+    vocab_size: int | None = None,
+) -> Engine:
+    """Return an engine over `runner`; see `build_engine`."""
     config = EngineConfig(
         num_blocks=sizes.num_blocks,
         max_model_len=min(loaded.max_model_len, sizes.num_blocks * sizes.block_size),
@@ -110,14 +144,11 @@ def build_engine(
         vocab_size=vocab_size or loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         async_scheduling=is_ahead,
-        counts_on_device=counts_on_device,
+        counts_on_device=runner.counts_tokens,
     )
-    counts = None
-    if counts_on_device:
-        counts = TokenCounts(sizes.max_num_seqs, loaded.vocab_size, loaded.device, penalize_by_definition)
     return Engine(
         config,
-        TorchModelRunner(loaded, cache, attention, graphs, counts),
+        runner,
         lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
         ReplicaIdentity("replica", "node", 1),
     )
@@ -164,23 +195,33 @@ def check_equals_generate(engine: Engine, path: Path, prompts: list[Prompt], max
 
 
 def sample(
-    logits: torch.Tensor,
-    sequences: Iterable[Sequence],
-    eos_token_ids: frozenset[int] = frozenset(),
-    counts: TokenCounts | None = None,
+    logits: torch.Tensor, sequences: Iterable[Sequence], eos_token_ids: frozenset[int] = frozenset()
 ) -> list[ItemResult]:
-    """Return the next token of each sequence from its row of logits, with the log probabilities it asks for.
+    """Return the next token of each sequence from its row of logits, with the log probabilities it asks for."""
+    return sampling_of(logits.shape[1], eos_token_ids)(logits, sequences)
+
+
+def sampling_of(
+    vocab_size: int, eos_token_ids: frozenset[int] = frozenset(), counts: TokenCounts | None = None
+) -> Callable[[torch.Tensor, Iterable[Sequence]], list[ItemResult]]:
+    """Return a function that samples the next token of each sequence from its row of logits.
 
     Penalties apply by `counts` on the device; None: by the tokens on the host.
     """
-    items = [ScheduledSequence.of(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
-    to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
-    sent = None if counts is None else counts.send(items, LastSampledTokens.none(logits.device), to_device)
-    sampler = Sampler(items, eos_token_ids, logits.shape[1], to_device, sent, has_counts=counts is not None)
-    launched = sampler.launch(logits, None, to_device.send(logits.device), to_host)
-    to_host.close(logits.device)
-    to_host.wait()
-    return launched.read(to_host)
+    slots = None if counts is None else CountSlots(*counts.table.shape)
+    planner, sampler = SamplingPlanner(eos_token_ids, vocab_size, slots), Sampler(counts)
+
+    def choose(logits: torch.Tensor, sequences: Iterable[Sequence]) -> list[ItemResult]:
+        items = [ScheduledSequence.of(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
+        to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
+        plan = planner.plan(items, {}, to_device)
+        on_device = DeviceBuffer.of(to_device.words, no_tokens(logits.device))
+        launched = sampler.launch(plan, logits, None, on_device, to_host)
+        to_host.close(logits.device)
+        to_host.wait()
+        return launched.read(to_host, items)
+
+    return choose
 
 
 def num_preemptions(engine: Engine) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -32,13 +33,13 @@ class CppAttention:
         self.cache = cache
         self.slots = inputs.slots  # [num_tokens] int64
         chunks: list[tuple[int, int, int, int]] = []
-        tables: list[int] = []
+        tables = array("i")
         for chunk in inputs.chunks:
             chunks.append((chunk.row, chunk.start, chunk.end, len(tables)))
             tables.extend(chunk.block_table)
         self.chunks = torch.tensor(chunks, dtype=torch.int64)
         """[num_chunks, 4]: first row, first position, end position, start in `tables`"""
-        self.tables = torch.tensor(tables, dtype=torch.int64)
+        self.tables = torch.frombuffer(tables, dtype=torch.int32).long()
         """[num_blocks of all chunks]: the block tables of all chunks, concatenated."""
 
     def attend(self, call: AttentionCall) -> Tensor:

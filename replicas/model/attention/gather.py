@@ -130,7 +130,7 @@ class GatherAttention:
     def _blocks(self, chunk: Chunk, window: int | None) -> list[int]:
         """Return the blocks that tokens of the chunk see."""
         num_blocks = -(-chunk.end // self._cache.block_size)
-        return chunk.block_table[self._first_block(chunk, window) : num_blocks]
+        return chunk.block_table[self._first_block(chunk, window) : num_blocks].tolist()
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._inputs.slots.device, non_blocking=True)

@@ -5,6 +5,8 @@ Dummy batches serve warm-up, memory measurements and checks. They use the scratc
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer
+from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span, no_tokens
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
 
 
@@ -24,8 +26,8 @@ class Chunk:
     row: int
     start: int
     end: int
-    block_table: list[int]
-    """Block table of the sequence, not a copy; block_table[p // block_size] holds position p."""
+    block_table: array[int]
+    """Block table of the sequence, a copy; block_table[p // block_size] holds position p."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,25 +63,15 @@ def num_logits_rows(item: ScheduledSequence) -> int:
     return item.num_tokens if wants_prompt_logprobs(item) else int(item.samples)
 
 
+LastRows = Mapping[Sequence, int]
+"""Index of each sequence's token among those that the step before samples, from their end: negative."""
+
+
 def build_inputs(items: Items[ScheduledSequence], block_size: int, device: torch.device) -> BatchInputs:
     """Return the inputs of `items` on `device`. The host must know all tokens of the items."""
     to_device = HostToDeviceBuffer()
-    plan = InputPlan(items, block_size, LastSampledTokens.none(device), to_device)
-    return plan.place(to_device.send(device))
-
-
-@dataclass(frozen=True, slots=True)
-class LastSampledTokens:
-    """Tokens that the previously launched step samples. The host may not know them yet."""
-
-    tokens: Tensor  # [num_rows] int64, on the device
-    row_by_sequence: dict[Sequence, int]
-    """Row of each sequence's token in `tokens`."""
-
-    @classmethod
-    def none(cls, device: torch.device) -> LastSampledTokens:
-        """Return an instance without tokens, as before the first step."""
-        return cls(torch.empty(0, dtype=torch.int64, device=device), {})
+    plan = InputPlan.of(items, block_size, {}, to_device)
+    return plan.place(DeviceBuffer.of(to_device.words, no_tokens(device)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,90 +79,101 @@ class FlatBatch:
     """Numbers of a flat batch on the host: one for each token in `input_ids`, `positions` and `slots`."""
 
     input_ids: list[int]
-    """Token ids; 0 in the place of a placeholder."""
+    """Token ids; in the place of a placeholder its index among the tokens of the step before, which is negative."""
     positions: list[int]
     slots: list[int]
     logits_rows: list[int]
-    placeholders: list[tuple[int, Sequence]]
-    """Rows of the input tokens that the host does not know yet, and their sequences."""
-    chunks: list[Chunk]
+    first_rows: list[int]
+    """Row of each item's first token."""
 
     @classmethod
-    def of(cls, items: Items[ScheduledSequence], block_size: int) -> FlatBatch:
+    def of(cls, items: Items[ScheduledSequence], block_size: int, last_rows: LastRows) -> FlatBatch:
         """Concatenate the tokens of `items`."""
-        batch = cls([], [], [], [], [], [])
+        batch = cls([], [], [], [], [])
         input_ids = batch.input_ids
         for item in items:
-            chunk = Chunk(len(input_ids), item.start, item.end, item.sequence.block_table)
+            first_row = len(input_ids)
             input_ids.extend(item.sequence.token_ids[item.start : item.end])
-            if len(input_ids) < chunk.row + chunk.num_tokens:
-                batch.placeholders.append((len(input_ids), item.sequence))
-                input_ids.append(0)
+            if len(input_ids) < first_row + item.num_tokens:
+                input_ids.append(last_rows[item.sequence])
             batch.positions.extend(range(item.start, item.end))
-            _extend_slots(batch.slots, chunk, block_size)
+            _extend_slots(batch.slots, item, block_size)
             batch.logits_rows.extend(range(len(input_ids) - num_logits_rows(item), len(input_ids)))
-            batch.chunks.append(chunk)
+            batch.first_rows.append(first_row)
         return batch
 
 
+def known_ids(input_ids: Tensor, last_tokens: Tensor) -> Tensor:
+    """Return the ids [num_tokens] int64 with the tokens of the step before in the places of placeholders."""
+    return torch.where(input_ids < 0, last_tokens[input_ids.clamp(max=-1)], input_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class InputPlan:
-    """Plan of a flat batch's inputs. Construction adds their numbers to `to_device`, and `place` makes tensors of them.
+    """Inputs of a pass over a flat batch in a step's numbers, and its chunks."""
 
-    An input token that the host does not know yet is a placeholder, which `place` fills on the device from the tokens
-    of `last_sampled`.
-    """
+    input_ids: Span
+    positions: Span
+    slots: Span
+    partial_blocks: Span
+    logits_rows: Span
+    chunks: tuple[Chunk, ...]
+    has_placeholders: bool
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         items: Items[ScheduledSequence],
         block_size: int,
-        last_sampled: LastSampledTokens,
+        last_rows: LastRows,
         to_device: HostToDeviceBuffer,
-    ) -> None:
-        batch = FlatBatch.of(items, block_size)
-        row_by_sequence = last_sampled.row_by_sequence
-        self._chunks = tuple(batch.chunks)
-        self._last_sampled = last_sampled
-        self._input_ids, self._positions = to_device.ints(batch.input_ids), to_device.ints(batch.positions)
-        self._slots = to_device.ints(batch.slots)
-        self._partial_blocks = to_device.ints(_partial_blocks(batch.chunks, block_size))
-        self._logits_rows = to_device.ints(batch.logits_rows)
-        self._placeholder_rows = to_device.ints(row for row, _ in batch.placeholders)
-        self._placeholder_sources = to_device.ints(row_by_sequence[sequence] for _, sequence in batch.placeholders)
+    ) -> InputPlan:
+        """Plan a pass over `items` and add its numbers to `to_device`."""
+        batch = FlatBatch.of(items, block_size, last_rows)
+        return cls(
+            to_device.ints(batch.input_ids),
+            to_device.ints(batch.positions),
+            to_device.ints(batch.slots),
+            to_device.ints(_partial_blocks(items, block_size)),
+            to_device.ints(batch.logits_rows),
+            tuple(
+                Chunk(row, item.start, item.end, array("i", item.sequence.block_table))
+                for row, item in zip(batch.first_rows, items, strict=True)
+            ),
+            has_placeholders=min(batch.input_ids) < 0,
+        )
 
     def place(self, on_device: DeviceBuffer) -> BatchInputs:
-        """Return the inputs as tensors on the device, after `HostToDeviceBuffer.send`."""
-        input_ids = on_device.ints(self._input_ids)
-        if len(self._placeholder_rows) > 0:
-            input_ids[on_device.ints(self._placeholder_rows)] = self._last_sampled.tokens[
-                on_device.ints(self._placeholder_sources)
-            ]
+        """Return the inputs as tensors on the device."""
+        input_ids = on_device.ints(self.input_ids)
+        if self.has_placeholders:
+            input_ids = known_ids(input_ids, on_device.last_tokens)
         return BatchInputs(
             input_ids=input_ids[None],
-            position_ids=on_device.ints(self._positions)[None],
-            slots=on_device.ints(self._slots),
-            partial_blocks=on_device.ints(self._partial_blocks) if len(self._partial_blocks) > 0 else None,
-            logits_rows=on_device.ints(self._logits_rows),
-            chunks=self._chunks,
+            position_ids=on_device.ints(self.positions)[None],
+            slots=on_device.ints(self.slots),
+            partial_blocks=on_device.ints(self.partial_blocks) if self.partial_blocks else None,
+            logits_rows=on_device.ints(self.logits_rows),
+            chunks=self.chunks,
         )
 
 
-def _partial_blocks(chunks: Items[Chunk], block_size: int) -> list[int]:
-    """Return the blocks that the chunks begin and do not fill."""
+def _partial_blocks(items: Items[ScheduledSequence], block_size: int) -> list[int]:
+    """Return the blocks that the items begin and do not fill."""
     return [
-        chunk.block_table[chunk.end // block_size]
-        for chunk in chunks
-        if chunk.end % block_size > 0 and chunk.end - chunk.end % block_size >= chunk.start
+        item.sequence.block_table[item.end // block_size]
+        for item in items
+        if item.end % block_size > 0 and item.end - item.end % block_size >= item.start
     ]
 
 
-def _extend_slots(slots: list[int], chunk: Chunk, block_size: int) -> None:
-    """Append the chunk's slots to `slots`, one block at a time."""
-    position = chunk.start
-    while position < chunk.end:
+def _extend_slots(slots: list[int], item: ScheduledSequence, block_size: int) -> None:
+    """Append the item's slots to `slots`, one block at a time."""
+    position, end, block_table = item.start, item.end, item.sequence.block_table
+    while position < end:
         index, offset = divmod(position, block_size)
-        length = min(block_size - offset, chunk.end - position)
-        first = chunk.block_table[index] * block_size + offset
+        length = min(block_size - offset, end - position)
+        first = block_table[index] * block_size + offset
         slots.extend(range(first, first + length))
         position += length
 

@@ -15,9 +15,18 @@ Span = range
 
 @dataclass(frozen=True, slots=True)
 class DeviceBuffer:
-    """Numbers of one step on the device, as views of one tensor that only this step uses."""
+    """Numbers of one step on the device, as views of one tensor that only this step reads."""
 
     words: Tensor
+    last_tokens: Tensor
+    """[num_rows] int64: tokens that the step before sampled. The host may not know them yet."""
+
+    @classmethod
+    def of(cls, words: array[int], last_tokens: Tensor) -> DeviceBuffer:
+        """Start the asynchronous copy of `words` to the device of `last_tokens`."""
+        if not words:
+            return cls(last_tokens.new_empty(0), last_tokens)
+        return cls(begin_copy(torch.frombuffer(words, dtype=torch.int64), last_tokens.device), last_tokens)
 
     def ints(self, span: Span) -> Tensor:
         """Return the integers of `span`, [len(span)] int64."""
@@ -36,30 +45,29 @@ class HostToDeviceBuffer:
     """
 
     def __init__(self) -> None:
-        self._words = array("q")
+        self.words = array("q")
 
     def ints(self, numbers: Iterable[int]) -> Span:
         """Add integers and return their span."""
         start = self._align()
-        self._words.extend(numbers)
-        return Span(start, len(self._words))
+        self.words.extend(numbers)
+        return Span(start, len(self.words))
 
     def floats(self, numbers: Iterable[float]) -> Span:
         """Add floats, in double precision, and return their span."""
         start = self._align()
-        self._words.frombytes(array("d", numbers).tobytes())
-        return Span(start, len(self._words))
-
-    def send(self, device: torch.device) -> DeviceBuffer:
-        """Start the asynchronous copy of all numbers to `device`."""
-        if not self._words:
-            return DeviceBuffer(torch.empty(0, dtype=torch.int64, device=device))
-        return DeviceBuffer(begin_copy(torch.frombuffer(self._words, dtype=torch.int64), device))
+        self.words.frombytes(array("d", numbers).tobytes())
+        return Span(start, len(self.words))
 
     def _align(self) -> int:
-        if len(self._words) % 2 == 1:
-            self._words.append(0)
-        return len(self._words)
+        if len(self.words) % 2 == 1:
+            self.words.append(0)
+        return len(self.words)
+
+
+def no_tokens(device: torch.device) -> Tensor:
+    """Return the tokens that no step has sampled, [0] int64."""
+    return torch.empty(0, dtype=torch.int64, device=device)
 
 
 def begin_copy(words: Tensor, device: torch.device) -> Tensor:
@@ -82,17 +90,18 @@ class DeviceToHostBuffer:
     """Results of a step, copied to the host asynchronously. Only `wait` waits for the device."""
 
     def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        """Results in order of the `add` calls. Read them after `wait`."""
         self._arrived: torch.cuda.Event | None = None
 
     def add(self, tensor: Tensor) -> PendingTensor:
         """Start a copy of `tensor` to the host. Later launches may change `tensor` without changing the copy."""
         if tensor.device.type == "cpu":
-            self._tensors.append(tensor.clone())
+            self.tensors.append(tensor.clone())
         else:
             on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._tensors.append(on_host.copy_(tensor, non_blocking=True))
-        return PendingTensor(len(self._tensors) - 1)
+            self.tensors.append(on_host.copy_(tensor, non_blocking=True))
+        return PendingTensor(len(self.tensors) - 1)
 
     def close(self, device: torch.device) -> None:
         """Record an event after the last copy. Call it after all `add` calls."""
@@ -106,4 +115,4 @@ class DeviceToHostBuffer:
             self._arrived.synchronize()
 
     def __getitem__(self, pending: PendingTensor) -> Tensor:
-        return self._tensors[pending.index]
+        return self.tensors[pending.index]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
@@ -14,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replicas.engine.batch import ScheduledSequence
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionContext
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.plan import AttentionPlan
-from replicas.model.batch.inputs import LastSampledTokens, wants_prompt_logprobs
-from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer
-from replicas.model.cuda_graphs.buffers import SentStep, StepBuffers, StepShape
+from replicas.model.batch.transfers import DeviceBuffer
+from replicas.model.cuda_graphs.buffers import StepBuffers
+from replicas.model.cuda_graphs.padding import PaddedPlan, StepShape
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.sampling.sampler import SampledTokens, sample_greedy
 
@@ -99,12 +97,12 @@ class GraphRunner:
         self._loaded = loaded
         self._cache = cache
         self._attention = attention
-        self._decodes = [shape for shape in shapes if shape.num_chunks == 0]
-        self._mixed = [shape for shape in shapes if shape.num_chunks > 0]
-        self._max_rows = self._decodes[-1].num_rows
-        num_blocks = -(-loaded.max_model_len // cache.block_size)
+        self.shapes = tuple(shapes)
+        self.max_blocks = -(-loaded.max_model_len // cache.block_size)
+        """Most blocks of one sequence."""
+        self._max_rows = max(shape.num_rows for shape in shapes)
         max_words = max(shape.num_words for shape in shapes)
-        self._buffers = StepBuffers(max_words, self._max_rows, num_blocks, cache.block_size, loaded.device)
+        self._buffers = StepBuffers(max_words, self._max_rows, self.max_blocks, cache.block_size, loaded.device)
         self._logits: Tensor | None = None
         self._graphs: dict[StepShape, _Graph] = {}
 
@@ -113,34 +111,12 @@ class GraphRunner:
         """Number of captured graphs."""
         return len(self._graphs)
 
-    def shape_of(self, items: Items[ScheduledSequence]) -> StepShape | None:
-        """Return the smallest shape that holds `items`; None if none does, or an item scores its prompt."""
-        if len(items) > self._max_rows or any(wants_prompt_logprobs(item) for item in items):
-            return None
-        are_decodes = all(item.num_tokens == 1 and item.samples for item in items)
-        num_tokens = sum(item.num_tokens for item in items)
-        shapes = self._decodes if are_decodes else self._mixed
-        index = bisect_left(shapes, num_tokens, key=lambda shape: shape.num_tokens)
-        return shapes[index] if index < len(shapes) else None
-
-    def send(
-        self,
-        items: Items[ScheduledSequence],
-        shape: StepShape,
-        last_sampled: LastSampledTokens,
-        to_device: HostToDeviceBuffer,
-    ) -> SentStep:
-        """Add the inputs of a pass over `items`, padded to `shape`, to `to_device`.
-
-        The device takes ids that the host does not know from `last_sampled`.
-        """
-        return self._buffers.send(items, shape, last_sampled, to_device)
-
-    def run(self, sent: SentStep, on_device: DeviceBuffer) -> StepOutputs:
-        """Run a pass over the sent inputs; return one row per item that samples, then the rows of the padding."""
-        self._buffers.load(sent, on_device)
-        graph = self._graphs.get(sent.shape)
-        return self._compute(sent.shape) if graph is None else graph.replay()
+    def run(self, plan: PaddedPlan, on_device: DeviceBuffer) -> StepOutputs:
+        """Run a planned pass; return one row for each item that samples."""
+        self._buffers.load(plan, on_device)
+        graph = self._graphs.get(plan.shape)
+        outputs = self._compute(plan.shape) if graph is None else graph.replay()
+        return outputs.first(plan.num_rows)
 
     @torch.inference_mode()
     def capture(self, stream: torch.cuda.Stream) -> bool:
@@ -157,7 +133,7 @@ class GraphRunner:
         started_s, free_before = time.monotonic(), torch.cuda.mem_get_info(device)[0]
         pool = torch.cuda.graph_pool_handle()
         try:
-            for shape in reversed((*self._decodes, *self._mixed)):
+            for shape in reversed(self.shapes):
                 self._graphs[shape] = self._capture_one(shape, pool, stream)
         except torch.OutOfMemoryError as error:
             raise ModelLoadError(

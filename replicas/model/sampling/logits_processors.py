@@ -12,16 +12,17 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
+from replicas.model.batch.inputs import LastRows
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
-from replicas.model.sampling.token_counts import SentPenalties
+from replicas.model.sampling.token_counts import CountSlots, PenaltyPlan, TokenCounts
 
 _LAST_CHOICE = -1e30
 """Logit of a token that is chosen only if all others are forbidden."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Spans:
-    """Spans of entries in the step's buffer."""
+class EntrySpans:
+    """Entries in a step's numbers."""
 
     rows: Span
     token_ids: Span
@@ -49,14 +50,15 @@ class _Entries:
         self.token_ids.extend(token_ids)
         self.values.extend(values)
 
-    def send(self, to_device: HostToDeviceBuffer) -> _Spans | None:
+    def spans(self, to_device: HostToDeviceBuffer) -> EntrySpans | None:
         """Add the entries to `to_device` and return their spans; None if there are no entries."""
         if not self.rows:
             return None
-        return _Spans(to_device.ints(self.rows), to_device.ints(self.token_ids), to_device.floats(self.values))
+        return EntrySpans(to_device.ints(self.rows), to_device.ints(self.token_ids), to_device.floats(self.values))
 
 
-class LogitsProcessors:
+@dataclass(frozen=True, slots=True)
+class LogitsChanges:
     """Changes of the logits of one step's rows, in the order in which they apply.
 
     1. Repetition penalty: divides positive logits, and multiplies other logits, of tokens in the prompt or output.
@@ -65,59 +67,66 @@ class LogitsProcessors:
     4. Stop tokens before `min_tokens`, and the last tokens of bad words: forbidden. A constrained sequence takes a stop
        token if its constraint allows no other.
 
-    Penalties apply by the tokens that the host knows, or by counts on the device.
+    Penalties apply by counts on the device, which `penalties` plans, or by the tokens that the host knows.
     """
 
-    def __init__(
-        self,
-        items: Items[ScheduledSequence],
-        eos_token_ids: frozenset[int],
-        vocab_size: int,
-        to_device: HostToDeviceBuffer,
-        penalties: SentPenalties | None = None,
-        *,
-        has_counts: bool = False,
-    ) -> None:
-        """Plan the changes. If `has_counts`, `penalties` are those of all items, and the host adds none."""
-        self._vocab_size = vocab_size
-        self._has_counts = has_counts
-        self._penalties = penalties
-        repetition, added, forbidden = _Entries(), _Entries(), _Entries()
-        for row, item in enumerate(items):
-            self._penalize_repetition(repetition, row, item.sequence)
-            self._add_offsets(added, row, item.sequence)
-            self._forbid_stops(forbidden, row, item, eos_token_ids)
-            self._forbid_bad_words(forbidden, row, item.sequence)
-        self._repetition = repetition.send(to_device)
-        self._added = added.send(to_device)
-        self._forbidden = forbidden.send(to_device)
+    penalties: PenaltyPlan | None
+    repetition: EntrySpans | None
+    added: EntrySpans | None
+    forbidden: EntrySpans | None
 
     @property
     def is_empty(self) -> bool:
         """True if no logit changes."""
-        entries = (self._repetition, self._added, self._forbidden, self._penalties)
-        return all(entry is None for entry in entries)
+        return all(part is None for part in (self.penalties, self.repetition, self.added, self.forbidden))
 
-    def apply(self, logits: Tensor, on_device: DeviceBuffer) -> Tensor:
-        """Return a changed copy of `logits` [num_rows, vocab_size] float32; `logits` itself if nothing changes."""
+    def apply(self, logits: Tensor, on_device: DeviceBuffer, counts: TokenCounts | None) -> Tensor:
+        """Return a changed copy of `logits` [num_rows, vocab_size] float32; `logits` itself if nothing changes.
+
+        `counts` are those on the device; None: no row has `penalties`.
+        """
         if self.is_empty:
             return logits
         logits = logits.clone()
-        if self._penalties is not None:
-            self._penalties.apply(logits, on_device)
-        if self._repetition is not None:
-            index, penalty = self._repetition.index(on_device), self._repetition.numbers(on_device)
+        if self.penalties is not None:
+            assert counts is not None
+            counts.apply(self.penalties, logits, on_device)
+        if self.repetition is not None:
+            index, penalty = self.repetition.index(on_device), self.repetition.numbers(on_device)
             before = logits[index]
             logits[index] = torch.where(before > 0, before / penalty, before * penalty)
-        if self._added is not None:
-            logits[self._added.index(on_device)] += self._added.numbers(on_device)
-        if self._forbidden is not None:
-            logits[self._forbidden.index(on_device)] = self._forbidden.numbers(on_device)
+        if self.added is not None:
+            logits[self.added.index(on_device)] += self.added.numbers(on_device)
+        if self.forbidden is not None:
+            logits[self.forbidden.index(on_device)] = self.forbidden.numbers(on_device)
         return logits
+
+
+class LogitsProcessors:
+    """Planner of the changes of logits, from the parameters and tokens of sequences."""
+
+    def __init__(self, eos_token_ids: frozenset[int], vocab_size: int, slots: CountSlots | None) -> None:
+        """Make a planner. Penalties apply by counts on the device in `slots`; None: the host counts the tokens."""
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self._slots = slots
+
+    def plan(
+        self, items: Items[ScheduledSequence], last_rows: LastRows, to_device: HostToDeviceBuffer
+    ) -> LogitsChanges:
+        """Plan the changes of one row per item, and add their numbers to `to_device`."""
+        penalties = None if self._slots is None else self._slots.plan(items, last_rows, to_device)
+        repetition, added, forbidden = _Entries(), _Entries(), _Entries()
+        for row, item in enumerate(items):
+            self._penalize_repetition(repetition, row, item.sequence)
+            self._add_offsets(added, row, item.sequence)
+            self._forbid_stops(forbidden, row, item)
+            self._forbid_bad_words(forbidden, row, item.sequence)
+        return LogitsChanges(penalties, repetition.spans(to_device), added.spans(to_device), forbidden.spans(to_device))
 
     def _penalize_repetition(self, entries: _Entries, row: int, sequence: Sequence) -> None:
         penalty = sequence.request.params.repetition_penalty
-        if penalty != 1.0 and not self._has_counts:
+        if penalty != 1.0 and self._slots is None:
             seen = self._known(set(sequence.token_ids))
             entries.add(row, seen, [penalty] * len(seen))
 
@@ -125,7 +134,7 @@ class LogitsProcessors:
         """Add penalties and bias as one entry per token: the sum must not depend on a device's order of additions."""
         params = sequence.request.params
         offsets: dict[int, float] = defaultdict(float)
-        if (params.presence_penalty or params.frequency_penalty) and not self._has_counts:
+        if (params.presence_penalty or params.frequency_penalty) and self._slots is None:
             for token_id, count in Counter(sequence.token_ids[sequence.num_prompt_tokens :]).items():
                 offsets[token_id] = -params.presence_penalty - params.frequency_penalty * count
         for entry in params.logit_bias:
@@ -133,13 +142,11 @@ class LogitsProcessors:
         token_ids = self._known(offsets)
         entries.add(row, token_ids, [offsets[token_id] for token_id in token_ids])
 
-    def _forbid_stops(
-        self, entries: _Entries, row: int, item: ScheduledSequence, eos_token_ids: frozenset[int]
-    ) -> None:
+    def _forbid_stops(self, entries: _Entries, row: int, item: ScheduledSequence) -> None:
         params = item.sequence.request.params
         if item.output_index >= params.min_tokens:
             return
-        stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         token_ids = self._known(stops)
         forbidden = float("-inf") if item.sequence.constraint is None else _LAST_CHOICE
         entries.add(row, token_ids, [forbidden] * len(token_ids))

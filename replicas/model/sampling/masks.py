@@ -35,6 +35,18 @@ class RowMasks:
         logits.index_copy_(0, self.rows, logits.index_select(0, self.rows) + offsets)
 
 
+@dataclass(frozen=True, slots=True)
+class MaskMessage:
+    """Masks of some rows of a step, which are known later than the rest of the step."""
+
+    rows: np.ndarray  # [num_masks] int64: the constrained rows
+    bits: np.ndarray  # [num_masks, mask_bytes] uint8: see `RowMasks`
+
+    def place(self, device: torch.device) -> RowMasks:
+        """Begin to copy the masks to `device`."""
+        return RowMasks(*(begin_copy(torch.from_numpy(numbers), device) for numbers in (self.rows, self.bits)))
+
+
 @cache
 def _offsets_of_bytes(device: torch.device) -> Tensor:
     """Return the offsets [256, 8] float32 that each byte of a mask stands for: 0 for a bit that is set, else -inf."""
@@ -63,7 +75,7 @@ class MaskThreads:
     def masks_of(self, items: Items[ScheduledSequence]) -> PendingMasks | None:
         """Return the masks of the items that may not take every token, all of which sample; None if there are none.
 
-        They are filled from now on, or from `place` on if a token before them is not known yet.
+        They are filled from now on, or from `message` on if a token before them is not known yet.
         """
         rows = [row for row, item in enumerate(items) if _has_mask(item.sequence)]
         if not rows:
@@ -84,7 +96,7 @@ class MaskThreads:
 
 
 class PendingMasks:
-    """Masks of a step's constrained rows, before they are on the device."""
+    """Masks of a step's constrained rows, while they are filled."""
 
     def __init__(self, threads: MaskThreads, items: Items[ScheduledSequence], rows: list[int]) -> None:
         self._threads = threads
@@ -96,16 +108,15 @@ class PendingMasks:
         """Begin to fill the masks. All tokens of the sequences are known."""
         self._filling = self._threads.fill([self._items[row] for row in self._rows])
 
-    def place(self, device: torch.device) -> RowMasks:
-        """Wait until the masks are filled, and begin to copy them to `device`."""
+    def message(self) -> MaskMessage:
+        """Wait until the masks are filled, and return them."""
         if self._filling is None:
             self.start()
         assert self._filling is not None
         masks, work = self._filling
         for part in work:
             part.result()
-        rows = begin_copy(torch.tensor(self._rows), device)
-        return RowMasks(rows, begin_copy(torch.from_numpy(masks), device))
+        return MaskMessage(np.array(self._rows), masks)
 
 
 def _fill(masks: np.ndarray, items: Items[ScheduledSequence], rows: range) -> None:

@@ -61,8 +61,8 @@ class SamplingTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class SentSamplingTensors:
-    """Sampling parameters on their way to the device."""
+class RandomRows:
+    """Rows that draw randomly, with their parameters, in a step's numbers."""
 
     rows: Span  # [num_rows]: the rows of the logits that draw randomly
     columns: Span  # [5 * num_rows]: uniform, temperature, top-p, min-p and top-k of each row
@@ -79,19 +79,19 @@ class SentSamplingTensors:
         return SamplingTensors(uniform, temperature, top_p, min_p, top_k, self.needs_total)
 
 
-def send_sampling_tensors(
+def plan_random_rows(
     rows: Items[int],
     params: Items[SamplingParams],
     uniforms: Items[float],
     vocab_size: int,
     to_device: HostToDeviceBuffer,
-) -> SentSamplingTensors:
+) -> RandomRows:
     """Add the sampling parameters of `rows` to `to_device`. `params` and `uniforms` have the order of `rows`."""
     numbers: list[float] = []
     for drawn, row_params in zip(uniforms, params, strict=True):
         numbers += (drawn, row_params.temperature, row_params.top_p, row_params.min_p, _top_k(row_params, vocab_size))
     needs_total = any(row_params.top_p < 1.0 and not _is_restricted(row_params, vocab_size) for row_params in params)
-    return SentSamplingTensors(
+    return RandomRows(
         to_device.ints(rows),
         to_device.floats(numbers),
         needs_total,

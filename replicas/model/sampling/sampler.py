@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 
 from replicas.engine.batch import ItemResult, ScheduledSequence
-from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor
-from replicas.model.sampling.logits_processors import LogitsProcessors
+from replicas.model.batch.inputs import LastRows
+from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor, Span
+from replicas.model.sampling.logits_processors import LogitsChanges, LogitsProcessors
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
 from replicas.model.sampling.masks import RowMasks
 from replicas.model.sampling.multinomial import (
-    SentSamplingTensors,
+    RandomRows,
     is_truncated,
+    plan_random_rows,
     sample_full,
     sample_truncated,
-    send_sampling_tensors,
     uniform,
 )
-from replicas.model.sampling.token_counts import SentPenalties, TokenCounts
+from replicas.model.sampling.token_counts import CountSlots, TokenCounts
+from replicas.protocol import SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -80,47 +82,83 @@ def token_counts(num_slots: int, vocab_size: int, device: torch.device) -> Token
     return TokenCounts(num_slots, vocab_size, device, penalize)
 
 
-class Sampler:
-    """Sampler of one step: greedy, random and scored rows, and the changes of their logits.
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """Sampling of one step's rows in the step's numbers: random and scored rows, and changes of logits."""
 
-    A row's token depends only on the row's own logits, params, tokens and output index.
-    """
-
-    def __init__(
-        self,
-        items: Items[ScheduledSequence],
-        eos_token_ids: frozenset[int],
-        vocab_size: int,
-        to_device: HostToDeviceBuffer,
-        penalties: SentPenalties | None = None,
-        *,
-        has_counts: bool = False,
-        batch_invariant: bool = False,
-    ) -> None:
-        """Plan the sampling of one token per item. The numbers for the device are added to `to_device`.
-
-        If `has_counts`, `penalties` apply to the items, by counts on the device. If `batch_invariant`, all random rows
-        are drawn by the kernel for truncated ones, which adds up integers.
-        """
-        self._items = items
-        self._logits_processors = LogitsProcessors(
-            items, eos_token_ids, vocab_size, to_device, penalties, has_counts=has_counts
-        )
-        self._params = [item.sequence.request.params for item in items]
-        random = [row for row, params in enumerate(self._params) if params.temperature >= _GREEDY_TEMPERATURE]
-        truncated = {row for row in random if batch_invariant or is_truncated(self._params[row], vocab_size)}
-        self._truncated = self._send([row for row in random if row in truncated], items, vocab_size, to_device)
-        self._full = self._send([row for row in random if row not in truncated], items, vocab_size, to_device)
-        self._scored = [row for row, params in enumerate(self._params) if params.logprobs is not None]
-        self._scored_span = to_device.ints(self._scored) if self._scored else None
+    changes: LogitsChanges
+    truncated: RandomRows | None
+    full: RandomRows | None
+    scored: Span
+    """Rows whose log probabilities are returned."""
+    max_top: int
+    """Number of most probable tokens to score in each of these."""
 
     @property
     def is_greedy(self) -> bool:
         """True if every row takes the most probable token of its unchanged logits."""
-        return self._logits_processors.is_empty and self._truncated is None and self._full is None
+        return self.changes.is_empty and self.truncated is None and self.full is None
+
+
+class SamplingPlanner:
+    """Planner of the sampling of steps, from the parameters and tokens of sequences."""
+
+    def __init__(
+        self,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        slots: CountSlots | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        """Make a planner. Penalties apply by counts on the device in `slots`; None: the host counts the tokens.
+
+        If `batch_invariant`, all random rows are drawn by the kernel for truncated ones, which adds up integers.
+        """
+        self._vocab_size = vocab_size
+        self._batch_invariant = batch_invariant
+        self._logits_processors = LogitsProcessors(eos_token_ids, vocab_size, slots)
+
+    def plan(self, items: Items[ScheduledSequence], last_rows: LastRows, to_device: HostToDeviceBuffer) -> SamplingPlan:
+        """Plan the sampling of one token per item, and add its numbers to `to_device`."""
+        changes = self._logits_processors.plan(items, last_rows, to_device)
+        params = [item.sequence.request.params for item in items]
+        random = [row for row, some in enumerate(params) if some.temperature >= _GREEDY_TEMPERATURE]
+        truncated = {row for row in random if self._batch_invariant or is_truncated(params[row], self._vocab_size)}
+        scored = [row for row, some in enumerate(params) if some.logprobs is not None]
+        return SamplingPlan(
+            changes,
+            self._random([row for row in random if row in truncated], items, params, to_device),
+            self._random([row for row in random if row not in truncated], items, params, to_device),
+            to_device.ints(scored),
+            max((params[row].logprobs or 0 for row in scored), default=0),
+        )
+
+    def _random(
+        self,
+        rows: list[int],
+        items: Items[ScheduledSequence],
+        params: Items[SamplingParams],
+        to_device: HostToDeviceBuffer,
+    ) -> RandomRows | None:
+        if not rows:
+            return None
+        uniforms = [uniform(params[row].seed, items[row].output_index) for row in rows]
+        return plan_random_rows(rows, [params[row] for row in rows], uniforms, self._vocab_size, to_device)
+
+
+class Sampler:
+    """Sampler on a device, by plans alone.
+
+    A row's token depends only on the row's own logits, params, tokens and output index.
+    """
+
+    def __init__(self, counts: TokenCounts | None = None) -> None:
+        self._counts = counts
 
     def launch(
         self,
+        plan: SamplingPlan,
         logits: Tensor,
         greedy: SampledTokens | None,
         on_device: DeviceBuffer,
@@ -130,52 +168,52 @@ class Sampler:
         """Launch the choice of tokens, without waiting for the device.
 
         Args:
+            plan: plan of the rows.
             logits: [num_rows, vocab_size], any float type; not changed.
             greedy: the greedy choice, if it was computed already, else None.
-            on_device: the numbers that the sampler sent.
+            on_device: the step's numbers.
             to_host: buffer that receives the tokens.
             masks: the tokens that constrained rows may take.
         """
-        if greedy is None or masks is not None or not self.is_greedy:
-            greedy = self._choose(logits, on_device, masks)
+        if greedy is None or masks is not None or not plan.is_greedy:
+            greedy = self._choose(plan, logits, on_device, masks)
         logprobs = None
-        if self._scored_span is not None:
-            rows = on_device.ints(self._scored_span)
-            max_top = max(self._params[row].logprobs or 0 for row in self._scored)
-            logprobs = launch_logprobs(logits[rows], greedy.tokens[rows], max_top, to_host)
+        if plan.scored:
+            rows = on_device.ints(plan.scored)
+            logprobs = launch_logprobs(logits[rows], greedy.tokens[rows], plan.max_top, to_host)
         pending = to_host.add(torch.stack([greedy.tokens, greedy.is_finite.long()]))
-        return PendingTokens(greedy.tokens, pending, self._items, self._scored, logprobs)
+        return PendingTokens(greedy.tokens, pending, logprobs)
 
-    def _choose(self, logits: Tensor, on_device: DeviceBuffer, masks: RowMasks | None) -> SampledTokens:
-        processed = self._logits_processors.apply(logits.float(), on_device)
+    def _choose(
+        self, plan: SamplingPlan, logits: Tensor, on_device: DeviceBuffer, masks: RowMasks | None
+    ) -> SampledTokens:
+        processed = plan.changes.apply(logits.float(), on_device, self._counts)
         if masks is not None:
             # In float32 these may be the model's own logits, of which log probabilities are taken later.
             processed = processed.clone() if processed is logits else processed
             masks.apply(processed)
         sampled = sample_greedy(processed)
-        for sampling in (self._full, self._truncated):
-            if sampling is not None:
-                rows = on_device.ints(sampling.rows)
-                sampled.tokens[rows] = self._draw(processed, rows, sampling, on_device)
+        if plan.full is not None:
+            rows = on_device.ints(plan.full.rows)
+            sampled.tokens[rows] = sample_full(_select(processed, rows), plan.full.place(on_device))
+        if plan.truncated is not None:
+            rows = on_device.ints(plan.truncated.rows)
+            sampled.tokens[rows] = _draw_truncated(processed, rows, plan.truncated, on_device)
         return sampled
 
-    def _draw(self, logits: Tensor, rows: Tensor, sampling: SentSamplingTensors, on_device: DeviceBuffer) -> Tensor:
-        """Return the random tokens of `rows`, [len(rows)] int64."""
-        if sampling is self._truncated and has_draw_kernel(logits.device):
-            from replicas.model.sampling.triton_draw import draw_truncated
 
-            flags = {"has_top_k": sampling.has_top_k, "has_top_p": sampling.has_top_p}
-            return draw_truncated(logits, rows, on_device.floats(sampling.columns), **flags)
-        row_logits = logits if len(rows) == len(logits) else logits[rows]
-        return (sample_full if sampling is self._full else sample_truncated)(row_logits, sampling.place(on_device))
+def _draw_truncated(logits: Tensor, rows: Tensor, random: RandomRows, on_device: DeviceBuffer) -> Tensor:
+    """Return the tokens of `rows`, [len(rows)] int64."""
+    if not has_draw_kernel(logits.device):
+        return sample_truncated(_select(logits, rows), random.place(on_device))
+    from replicas.model.sampling.triton_draw import draw_truncated
 
-    def _send(
-        self, rows: list[int], items: Items[ScheduledSequence], vocab_size: int, to_device: HostToDeviceBuffer
-    ) -> SentSamplingTensors | None:
-        if not rows:
-            return None
-        uniforms = [uniform(self._params[row].seed, items[row].output_index) for row in rows]
-        return send_sampling_tensors(rows, [self._params[row] for row in rows], uniforms, vocab_size, to_device)
+    flags = {"has_top_k": random.has_top_k, "has_top_p": random.has_top_p}
+    return draw_truncated(logits, rows, on_device.floats(random.columns), **flags)
+
+
+def _select(logits: Tensor, rows: Tensor) -> Tensor:
+    return logits if len(rows) == len(logits) else logits[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,22 +221,25 @@ class PendingTokens:
     """Tokens of one step's rows: on the device, and on their way to the host."""
 
     tokens: Tensor  # [num_rows] int64, on the device
-    _pending: PendingTensor
-    _items: Items[ScheduledSequence]
-    _scored: list[int]
-    _logprobs: PendingLogprobs | None
+    pending: PendingTensor  # [2, num_rows] int64: the tokens, and 1 for each row of finite logits
+    logprobs: PendingLogprobs | None
 
-    def read(self, to_host: DeviceToHostBuffer) -> list[ItemResult]:
-        """Return one result per row, after `to_host.wait()`."""
-        tokens, finite = to_host[self._pending].tolist()
+    def read(self, to_host: DeviceToHostBuffer, items: Items[ScheduledSequence]) -> list[ItemResult]:
+        """Return one result per item of the plan, after `to_host.wait()`."""
+        tokens, finite = to_host[self.pending].tolist()
         results = [
             ItemResult(token_id=token) if is_finite else ItemResult(error=_fault(item))
-            for item, token, is_finite in zip(self._items, tokens, finite, strict=True)
+            for item, token, is_finite in zip(items, tokens, finite, strict=True)
         ]
-        if self._logprobs is not None:
-            chosen = [tokens[row] for row in self._scored]
-            num_logprobs = [self._items[row].sequence.request.params.logprobs or 0 for row in self._scored]
-            for row, logprobs in zip(self._scored, self._logprobs.read(to_host, chosen, num_logprobs), strict=True):
+        if self.logprobs is not None:
+            num_logprobs = {
+                row: item.sequence.request.params.logprobs
+                for row, item in enumerate(items)
+                if item.sequence.request.params.logprobs is not None
+            }
+            chosen = [tokens[row] for row in num_logprobs]
+            scores = self.logprobs.read(to_host, chosen, list(num_logprobs.values()))
+            for row, logprobs in zip(num_logprobs, scores, strict=True):
                 if finite[row]:
                     results[row] = ItemResult(token_id=tokens[row], logprobs=logprobs)
         return results

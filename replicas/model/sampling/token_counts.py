@@ -11,7 +11,7 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.model.batch.inputs import LastSampledTokens
+from replicas.model.batch.inputs import LastRows
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 
 IN_PROMPT = 1 << 30
@@ -39,10 +39,9 @@ def penalize_by_definition(logits: Tensor, rows: Tensor, slots: Tensor, penaltie
 
 
 @dataclass(frozen=True, slots=True)
-class SentPenalties:
-    """Penalties of one step's rows, and the tokens by which the counts grow before."""
+class PenaltyPlan:
+    """Penalties of one step's rows, and the tokens by which the counts grow before, in the step's numbers."""
 
-    counts: TokenCounts
     rows: Span
     slots: Span
     penalties: Span
@@ -53,30 +52,38 @@ class SentPenalties:
     sampled_slots: Span
     """First cells of the slots whose newest token only the device knows."""
     sampled_rows: Span
-    last_sampled: Tensor
 
-    def apply(self, logits: Tensor, on_device: DeviceBuffer) -> None:
-        """Let the counts grow, and change `logits` [., vocab_size] float32 in place. Called once."""
-        self._grow(on_device)
-        penalties = on_device.floats(self.penalties).view(-1, 3)
-        rows, slots = on_device.ints(self.rows), on_device.ints(self.slots)
-        self.counts.penalize(logits, rows, slots, penalties, self.counts.table)
 
-    def _grow(self, on_device: DeviceBuffer) -> None:
-        table, cells = self.counts.table, self.counts.cells
-        if self.new_slots:
-            table.index_fill_(0, on_device.ints(self.new_slots), 0)
-        if self.prompt_cells:
-            cells.index_fill_(0, on_device.ints(self.prompt_cells), IN_PROMPT)
-        if self.output_cells:
-            grown = on_device.ints(self.output_cells)
+class TokenCounts:
+    """Counts of the tokens of sequences with penalties on the device, in one slot for each. `CountSlots` plans them."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, penalize: Penalize) -> None:
+        """Allocate `num_slots` slots: as many as sequences run at a time."""
+        self._penalize = penalize
+        self._cells = torch.zeros(num_slots * vocab_size + 1, dtype=torch.int32, device=device)
+        self.table = self._cells[:-1].view(num_slots, vocab_size)
+
+    def apply(self, plan: PenaltyPlan, logits: Tensor, on_device: DeviceBuffer) -> None:
+        """Let the counts grow, and change `logits` [., vocab_size] float32 in place. Called once for each plan."""
+        self._grow(plan, on_device)
+        penalties = on_device.floats(plan.penalties).view(-1, 3)
+        self._penalize(logits, on_device.ints(plan.rows), on_device.ints(plan.slots), penalties, self.table)
+
+    def _grow(self, plan: PenaltyPlan, on_device: DeviceBuffer) -> None:
+        table, cells = self.table, self._cells
+        if plan.new_slots:
+            table.index_fill_(0, on_device.ints(plan.new_slots), 0)
+        if plan.prompt_cells:
+            cells.index_fill_(0, on_device.ints(plan.prompt_cells), IN_PROMPT)
+        if plan.output_cells:
+            grown = on_device.ints(plan.output_cells)
             cells.index_add_(0, grown, torch.ones_like(grown, dtype=cells.dtype))
-        if self.sampled_slots:
-            tokens = self.last_sampled[on_device.ints(self.sampled_rows)]
+        if plan.sampled_slots:
+            tokens = on_device.last_tokens[on_device.ints(plan.sampled_rows)]
             # The last cell belongs to no slot: it takes tokens that are not in the vocabulary.
             grown = torch.where(
                 tokens < table.shape[1],
-                on_device.ints(self.sampled_slots) + tokens,
+                on_device.ints(plan.sampled_slots) + tokens,
                 torch.full_like(tokens, table.numel()),
             )
             cells.index_add_(0, grown, torch.ones_like(grown, dtype=cells.dtype))
@@ -104,37 +111,32 @@ class _Growth:
     sampled_rows: list[int] = field(default_factory=list)
 
 
-class TokenCounts:
-    """Counts of the tokens of sequences with penalties, in one slot of the device's memory for each.
+class CountSlots:
+    """Assignment of the slots of `TokenCounts` to sequences.
 
     A slot grows by the tokens since the last step, so a step costs the host the same for short and long sequences.
 
-    Invariants: a slot belongs to at most one sequence. After the launched steps it counts the sequence's first
-    `num_counted` tokens. Whoever cannot finish a launch calls `forget`.
+    Invariants: a slot belongs to at most one sequence. After the planned steps it counts the sequence's first
+    `num_counted` tokens. Whoever cannot run a planned step calls `forget`.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, penalize: Penalize) -> None:
-        """Allocate `num_slots` slots: as many as sequences run at a time."""
-        self.penalize = penalize
-        self.cells = torch.zeros(num_slots * vocab_size + 1, dtype=torch.int32, device=device)
-        self.table = self.cells[:-1].view(num_slots, vocab_size)
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._num_slots = num_slots
         self._vocab_size = vocab_size
         self._held: dict[Sequence, _Held] = {}
         self._free = list(range(num_slots))
 
-    def send(
-        self, items: Items[ScheduledSequence], last_sampled: LastSampledTokens, to_device: HostToDeviceBuffer
-    ) -> SentPenalties | None:
+    def plan(
+        self, items: Items[ScheduledSequence], last_rows: LastRows, to_device: HostToDeviceBuffer
+    ) -> PenaltyPlan | None:
         """Add the penalties of the items, all of which sample, to `to_device`; return None if no item has any."""
         growth = _Growth()
         for row, item in enumerate(items):
             if item.sequence.has_penalties:
-                self._add(growth, row, item, last_sampled)
+                self._add(growth, row, item, last_rows)
         if not growth.rows:
             return None
-        return SentPenalties(
-            self,
+        return PenaltyPlan(
             rows=to_device.ints(growth.rows),
             slots=to_device.ints(growth.slots),
             penalties=to_device.floats(growth.penalties),
@@ -143,7 +145,6 @@ class TokenCounts:
             output_cells=to_device.ints(growth.output_cells),
             sampled_slots=to_device.ints(growth.sampled_slots),
             sampled_rows=to_device.ints(growth.sampled_rows),
-            last_sampled=last_sampled.tokens,
         )
 
     def forget(self) -> None:
@@ -151,7 +152,7 @@ class TokenCounts:
         self._held.clear()
         self._free = list(range(self._num_slots))
 
-    def _add(self, growth: _Growth, row: int, item: ScheduledSequence, last_sampled: LastSampledTokens) -> None:
+    def _add(self, growth: _Growth, row: int, item: ScheduledSequence, last_rows: LastRows) -> None:
         sequence, params = item.sequence, item.sequence.request.params
         held = self._held.get(sequence)
         if held is None:
@@ -165,7 +166,7 @@ class TokenCounts:
         growth.output_cells.extend(self._cells(first, sequence.token_ids[held.num_counted : item.end]))
         if item.end > len(sequence.token_ids):
             growth.sampled_slots.append(first)
-            growth.sampled_rows.append(last_sampled.row_by_sequence[sequence])
+            growth.sampled_rows.append(last_rows[sequence])
         held.num_counted = item.end
         growth.rows.append(row)
         growth.slots.append(held.slot)

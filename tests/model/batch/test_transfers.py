@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer
+from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, no_tokens
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ def test_numbers_arrive_as_they_were_sent() -> None:
         to_device.floats([0.1, -math.inf, 1e300]),
         to_device.ints(iter([2**62, -5])),
     )
-    on_device = to_device.send(CPU)
+    on_device = DeviceBuffer.of(to_device.words, no_tokens(CPU))
     assert [on_device.ints(span).tolist() for span in (odd, nothing, large)] == [[3], [], [2**62, -5]]
     assert on_device.floats(real).tolist() == [0.1, -math.inf, 1e300]
     assert all(span.start % 2 == 0 for span in (odd, nothing, real, large))
@@ -26,7 +26,7 @@ def test_numbers_arrive_as_they_were_sent() -> None:
 def test_nothing_can_be_sent() -> None:
     to_device = HostToDeviceBuffer()
     span = to_device.ints([])
-    assert to_device.send(CPU).ints(span).shape == (0,)
+    assert DeviceBuffer.of(to_device.words, no_tokens(CPU)).ints(span).shape == (0,)
 
 
 def test_results_are_copies_of_that_moment() -> None:

@@ -7,12 +7,12 @@ import torch
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.model.batch.transfers import HostToDeviceBuffer
-from replicas.model.cuda_graphs.buffers import DeviceBlockTables
+from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
+from replicas.model.cuda_graphs.padding import BlockTableRows
 from replicas.protocol import GenerateRequest, SamplingParams
 
 NUM_ROWS, NUM_COLUMNS = 5, 12
-CPU = torch.device("cpu")
+NO_TOKENS = no_tokens(torch.device("cpu"))
 
 
 def make_sequence(number: int) -> Sequence:
@@ -32,7 +32,7 @@ def grow(rng: random.Random, sequence: Sequence) -> None:
 def test_each_sequences_row_holds_its_table(seed: int) -> None:
     rng = random.Random(seed)
     sequences = [make_sequence(number) for number in range(12)]
-    rows, tables = DeviceBlockTables(NUM_ROWS, NUM_COLUMNS), torch.zeros(NUM_ROWS, NUM_COLUMNS, dtype=torch.int32)
+    rows, tables = BlockTableRows(NUM_ROWS, NUM_COLUMNS), torch.zeros(NUM_ROWS, NUM_COLUMNS, dtype=torch.int32)
     for _ in range(200):
         for sequence in sequences:
             grow(rng, sequence)
@@ -40,31 +40,29 @@ def test_each_sequences_row_holds_its_table(seed: int) -> None:
         to_device = HostToDeviceBuffer()
         update = rows.update(items, to_device)
         if rng.random() < 0.1:
-            continue  # The launch failed in between.
-        update.apply(tables, to_device.send(CPU))
-        rows.commit(update)
-        assert len(set(update.rows)) == len(items)
-        for item, row in zip(items, update.rows, strict=True):
+            rows.forget()  # The step could not run.
+            continue
+        update.apply(tables, DeviceBuffer.of(to_device.words, NO_TOKENS))
+        assert len(set(rows.rows_of(items))) == len(items)
+        for item, row in zip(items, rows.rows_of(items), strict=True):
             table = item.sequence.block_table
             assert tables[row, : len(table)].tolist() == table
 
 
 def test_a_steady_batch_sends_new_blocks_alone() -> None:
-    rows = DeviceBlockTables(NUM_ROWS, NUM_COLUMNS)
+    rows = BlockTableRows(NUM_ROWS, NUM_COLUMNS)
     sequences = [make_sequence(number) for number in range(3)]
     num_sent = []
     for step in range(4):
         for sequence in sequences:
             sequence.block_table.append(1 + step)
-        to_device = HostToDeviceBuffer()
-        update = rows.update([ScheduledSequence.of(sequence, 0, 1) for sequence in sequences], to_device)
-        rows.commit(update)
+        update = rows.update([ScheduledSequence.of(sequence, 0, 1) for sequence in sequences], HostToDeviceBuffer())
         num_sent.append(len(update.blocks))
     assert num_sent == [3, 3, 3, 3]
 
 
 def test_sequences_that_take_turns_keep_their_rows() -> None:
-    rows = DeviceBlockTables(NUM_ROWS, NUM_COLUMNS)
+    rows = BlockTableRows(NUM_ROWS, NUM_COLUMNS)
     sequences = [make_sequence(number) for number in range(NUM_ROWS)]
     num_sent = []
     for step in range(6):
@@ -72,6 +70,5 @@ def test_sequences_that_take_turns_keep_their_rows() -> None:
         for sequence in turn:
             sequence.block_table.append(1 + step)
         update = rows.update([ScheduledSequence.of(sequence, 0, 1) for sequence in turn], HostToDeviceBuffer())
-        rows.commit(update)
         num_sent.append(len(update.blocks))
     assert num_sent == [3, 2] * 3

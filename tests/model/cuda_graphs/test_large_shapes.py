@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from replicas.engine.batch import ScheduledSequence
-from replicas.model.cuda_graphs.buffers import StepShape
-from replicas.model.cuda_graphs.graphs import GraphRunner, largest_mixed, step_shapes
+from replicas.model.cuda_graphs.graphs import largest_mixed, step_shapes
+from replicas.model.cuda_graphs.padding import StepPadding, StepShape
 from replicas.protocol import GenerateRequest, SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import Sizes, build_engine, load, random_prompts, run
@@ -37,15 +37,15 @@ def test_padded_steps_give_the_tokens_of_plain_ones(
     architecture: str, num_runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, rng, used = load(cached_checkpoint(architecture, with_tokenizer=True)), random.Random(1), Counter[int]()
-    choose = GraphRunner.shape_of
+    choose = StepPadding.shape_of
 
-    def noted(self: GraphRunner, items: list[ScheduledSequence]) -> StepShape | None:
+    def noted(self: StepPadding, items: list[ScheduledSequence]) -> StepShape | None:
         shape = choose(self, items)
         if shape is not None and shape.num_chunks:
             used[shape.num_tokens] += 1
         return shape
 
-    monkeypatch.setattr(GraphRunner, "shape_of", noted)
+    monkeypatch.setattr(StepPadding, "shape_of", noted)
     sizes = Sizes(num_blocks=1024, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=NUM_SEQS)
     plain = build_engine(loaded, sizes)
     padded = build_engine(loaded, sizes, planned=PlannedGather, is_ahead=True, max_mixed=MAX_TOKENS)

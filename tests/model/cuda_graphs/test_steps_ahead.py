@@ -11,8 +11,8 @@ from bench.gpu.model_checks import check_ahead
 from replicas.engine.config import EngineLimits
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.batch.inputs import dummy_item
-from replicas.model.cuda_graphs.buffers import StepShape
 from replicas.model.cuda_graphs.graphs import GraphRunner, PlannedAttention, bucket_sizes, largest_mixed, step_shapes
+from replicas.model.cuda_graphs.padding import StepPadding, StepShape
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.tokenizer import SilentDecoder
@@ -180,17 +180,14 @@ def test_shapes_of_steps_with_prompts_are_few_and_hold_what_they_should(
 
 
 def test_small_steps_have_the_next_shape_and_large_ones_none() -> None:
-    loaded = load(cached_checkpoint("llama"))
-    cache = KVCache(loaded.layers, 8, 16, loaded.dtype, loaded.device)
-    graphs = GraphRunner(loaded, cache, PlannedGather, step_shapes(max_num_seqs=4, max_num_batched_tokens=40))
+    padding = StepPadding(step_shapes(max_num_seqs=4, max_num_batched_tokens=40), block_size=16, max_blocks=4)
 
-    def shape_of(*chunks: tuple[int, int], params: SamplingParams = PARAMS[0]) -> StepShape | None:
-        return graphs.shape_of([dummy_item(start, end - start, 16, params) for start, end in chunks])
+    def shape_of(*chunks: tuple[int, int]) -> StepShape | None:
+        return padding.shape_of([dummy_item(start, end - start, 16) for start, end in chunks])
 
     assert shape_of((5, 6), (9, 10), (3, 4)) == StepShape.decodes(4)
     assert shape_of((5, 6), (0, 9)) == StepShape.mixed(16, 4) and shape_of((0, 33)) == StepShape.mixed(40, 4)
     assert shape_of((5, 6), (0, 40)) is None and shape_of(*[(5, 6)] * 5) is None
-    assert shape_of((0, 9), params=SamplingParams(max_tokens=2, prompt_logprobs=1)) is None
 
 
 def test_the_check_for_gpus_runs_on_the_cpu() -> None:

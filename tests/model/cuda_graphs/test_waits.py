@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from replicas.model.attention.interface import ATTENTION_NAME, AttentionCall, AttentionPort, register_attention
 from replicas.model.attention.kv_cache import KVCache
-from replicas.model.cuda_graphs.buffers import StepShape
 from replicas.model.cuda_graphs.graphs import GraphRunner
+from replicas.model.cuda_graphs.padding import StepShape
 from replicas.model.layers import experts
 from replicas.model.layers.experts import ExpertLayer, Routing, replace_experts
 from replicas.model.loading.loader import LoadedModel, remove_waits

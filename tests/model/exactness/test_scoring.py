@@ -56,7 +56,7 @@ def test_long_prompt_is_scored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = run(
         build_engine(load(cached_checkpoint("llama")), Sizes(max_num_batched_tokens=300)), requests_for(PROMPTS, params)
     )
-    monkeypatch.setattr("replicas.model.runner._MAX_SCORED_TOKENS", 7)
+    monkeypatch.setattr("replicas.model.planner._MAX_SCORED_TOKENS", 7)
     pieces = run(
         build_engine(load(cached_checkpoint("llama")), Sizes(max_num_batched_tokens=300)), requests_for(PROMPTS, params)
     )

@@ -14,9 +14,10 @@ from replicas.model.attention import triton
 from replicas.model.attention.interface import AttentionCall, AttentionContext, Scoring
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.triton import TritonBackend
-from replicas.model.batch.inputs import LastSampledTokens, build_inputs
-from replicas.model.batch.transfers import HostToDeviceBuffer
-from replicas.model.cuda_graphs.buffers import StaticInputs, StepBuffers, StepShape
+from replicas.model.batch.inputs import build_inputs
+from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
+from replicas.model.cuda_graphs.buffers import StaticInputs, StepBuffers
+from replicas.model.cuda_graphs.padding import StepPadding, StepShape
 from replicas.model.hardware.device import compute_capability
 from testkit.model.paged_cases import KINDS, Case, sequences
 
@@ -40,10 +41,12 @@ def random_items(rng: random.Random, owners: list[Sequence], shape: StepShape) -
     return items
 
 
-def padded(buffers: StepBuffers, items: list[ScheduledSequence], shape: StepShape) -> StaticInputs:
+def padded(
+    padding: StepPadding, buffers: StepBuffers, items: list[ScheduledSequence], shape: StepShape
+) -> StaticInputs:
     to_device = HostToDeviceBuffer()
-    sent = buffers.send(items, shape, LastSampledTokens.none(CPU), to_device)
-    buffers.load(sent, to_device.send(CPU))
+    plan = padding.plan(items, shape, {}, to_device)
+    buffers.load(plan, DeviceBuffer.of(to_device.words, no_tokens(CPU)))
     return buffers.inputs(shape)
 
 
@@ -74,13 +77,15 @@ def check(case: Case, seed: int, num_steps: int) -> None:
         for cache in caches:
             getattr(cache[0], part).copy_(numbers)
     max_words = max(shape.num_words for shape in SHAPES)
-    buffers = StepBuffers(max_words, MAX_NUM_SEQS, -(-LONGEST // case.block_size), case.block_size, CPU)
+    max_blocks = -(-LONGEST // case.block_size)
+    buffers = StepBuffers(max_words, MAX_NUM_SEQS, max_blocks, case.block_size, CPU)
+    padding = StepPadding(SHAPES, case.block_size, max_blocks)
     backend = TritonBackend(rng.choice([0, 20]), compute_capability(CPU))
     for _ in range(num_steps):
         shape = rng.choice(SHAPES)
         items = random_items(rng, owners, shape)
         num_tokens = sum(item.num_tokens for item in items)
-        inputs = padded(buffers, items, shape)
+        inputs = padded(padding, buffers, items, shape)
         plain = build_inputs(items, case.block_size, CPU)
         assert torch.equal(inputs.input_ids[0, :num_tokens], plain.input_ids[0])
         assert torch.equal(inputs.position_ids[0, :num_tokens], plain.position_ids[0])

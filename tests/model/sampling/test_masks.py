@@ -10,10 +10,10 @@ import torch
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer
+from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.sampling import multinomial
 from replicas.model.sampling.masks import MaskThreads, RowMasks
-from replicas.model.sampling.sampler import Sampler
+from replicas.model.sampling.sampler import Sampler, SamplingPlanner
 from replicas.protocol import GenerateRequest, SamplingParams
 
 CPU = torch.device("cpu")
@@ -55,16 +55,17 @@ def item(constraint: Tokens | None, **params: object) -> ScheduledSequence:
 
 def masks_of(vocab_size: int, *items: ScheduledSequence) -> RowMasks | None:
     pending = MaskThreads(vocab_size, 2).masks_of(items)
-    return None if pending is None else pending.place(CPU)
+    return None if pending is None else pending.message().place(CPU)
 
 
 def sample(logits: torch.Tensor, *items: ScheduledSequence) -> list[int | None]:
     to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
-    sampler = Sampler(items, frozenset({EOS}), logits.shape[1], to_device)
-    launched = sampler.launch(logits, None, to_device.send(CPU), to_host, masks_of(logits.shape[1], *items))
+    plan = SamplingPlanner(frozenset({EOS}), logits.shape[1]).plan(items, {}, to_device)
+    on_device = DeviceBuffer.of(to_device.words, no_tokens(CPU))
+    launched = Sampler().launch(plan, logits, None, on_device, to_host, masks_of(logits.shape[1], *items))
     to_host.close(CPU)
     to_host.wait()
-    return [result.token_id for result in launched.read(to_host)]
+    return [result.token_id for result in launched.read(to_host, items)]
 
 
 @pytest.mark.parametrize("vocab_size", [7, 32, 33, 97, 4099])
@@ -148,5 +149,5 @@ def test_masks_of_a_step_that_failed_are_waited_for() -> None:
     assert threads.masks_of([item(constraint)]) is not None  # Its step fails before the masks are placed.
     threads.settle()
     again = threads.masks_of([item(constraint)])
-    assert again is not None and again.place(CPU).rows.tolist() == [0]
+    assert again is not None and again.message().rows.tolist() == [0]
     assert constraint.num_filled == 2

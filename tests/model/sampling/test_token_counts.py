@@ -8,14 +8,15 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.model.batch.inputs import LastSampledTokens
-from replicas.model.batch.transfers import HostToDeviceBuffer
+from replicas.model.batch.inputs import LastRows
+from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.sampling.logits_processors import LogitsProcessors
-from replicas.model.sampling.token_counts import IN_PROMPT, TokenCounts, penalize_by_definition
+from replicas.model.sampling.token_counts import IN_PROMPT, CountSlots, TokenCounts, penalize_by_definition
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
 
 VOCAB_SIZE, NUM_SLOTS = 40, 4
 CPU = torch.device("cpu")
+NO_TOKENS = no_tokens(CPU)
 
 
 def random_sequence(rng: random.Random, number: int) -> Sequence:
@@ -34,24 +35,30 @@ def random_sequence(rng: random.Random, number: int) -> Sequence:
 
 def on_host(items: list[ScheduledSequence], logits: Tensor) -> Tensor:
     to_device = HostToDeviceBuffer()
-    processors = LogitsProcessors(items, frozenset(), VOCAB_SIZE, to_device)
-    return processors.apply(logits, to_device.send(CPU))
+    changes = LogitsProcessors(frozenset(), VOCAB_SIZE, None).plan(items, {}, to_device)
+    return changes.apply(logits, DeviceBuffer.of(to_device.words, NO_TOKENS), None)
 
 
-def on_device(
-    items: list[ScheduledSequence], logits: Tensor, counts: TokenCounts, last_sampled: LastSampledTokens
-) -> Tensor:
-    to_device = HostToDeviceBuffer()
-    sent = counts.send(items, last_sampled, to_device)
-    processors = LogitsProcessors(items, frozenset(), VOCAB_SIZE, to_device, sent, has_counts=True)
-    return processors.apply(logits, to_device.send(CPU))
+class DeviceCounts:
+    """Counts on a device, with their plans."""
+
+    def __init__(self) -> None:
+        self.counts = TokenCounts(NUM_SLOTS, VOCAB_SIZE, CPU, penalize_by_definition)
+        self.slots = CountSlots(NUM_SLOTS, VOCAB_SIZE)
+
+    def change(
+        self, items: list[ScheduledSequence], logits: Tensor, last_rows: LastRows, last_tokens: Tensor
+    ) -> Tensor:
+        to_device = HostToDeviceBuffer()
+        changes = LogitsProcessors(frozenset(), VOCAB_SIZE, self.slots).plan(items, last_rows, to_device)
+        return changes.apply(logits, DeviceBuffer.of(to_device.words, last_tokens), self.counts)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_penalties_are_those_of_the_host(seed: int) -> None:
     """Sequences come, wait, come back and run steps again; the newest tokens may be known to the device alone."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    counts = TokenCounts(NUM_SLOTS, VOCAB_SIZE, CPU, penalize_by_definition)
+    device = DeviceCounts()
     sequences = [random_sequence(rng, number) for number in range(9)]
     running_again: set[Sequence] = set()
     for _ in range(120):
@@ -59,7 +66,7 @@ def test_penalties_are_those_of_the_host(seed: int) -> None:
         for sequence in sequences:
             sequence.status = SequenceStatus.RUNNING if sequence in running else SequenceStatus.WAITING
         newest = [rng.randrange(VOCAB_SIZE + 2) for _ in running]
-        last_sampled = LastSampledTokens(torch.tensor(newest), {some: row for row, some in enumerate(running)})
+        last_rows = {some: row for row, some in enumerate(running, -len(running))}
         items, are_late = [], []
         for sequence in running:
             is_late = rng.random() < 0.5 and sequence not in running_again
@@ -69,7 +76,7 @@ def test_penalties_are_those_of_the_host(seed: int) -> None:
             items.append(item)
             are_late.append(is_late)
         logits = torch.randn(len(items), VOCAB_SIZE + 3, generator=generator) * 4
-        found = on_device(items, logits, counts, last_sampled)
+        found = device.change(items, logits, last_rows, torch.tensor(newest))
         for sequence, token_id, is_late in zip(running, newest, are_late, strict=True):
             if is_late:
                 sequence.token_ids.append(token_id)
@@ -83,28 +90,28 @@ def test_penalties_are_those_of_the_host(seed: int) -> None:
             elif rng.random() < 0.5:
                 sequence.token_ids.append(rng.randrange(VOCAB_SIZE))
         if rng.random() < 0.05:
-            counts.forget()
+            device.slots.forget()
 
 
 def test_a_step_sends_new_tokens_alone() -> None:
     rng = random.Random(1)
-    counts = TokenCounts(NUM_SLOTS, VOCAB_SIZE, CPU, penalize_by_definition)
+    device = DeviceCounts()
     sequence = random_sequence(rng, 0)
     sequence.has_penalties = True
     lengths = []
     for _ in range(5):
         sequence.token_ids += [7, 8]
         item = ScheduledSequence.of(sequence, len(sequence.token_ids) - 1, 1)
-        sent = counts.send([item], LastSampledTokens.none(CPU), HostToDeviceBuffer())
-        assert sent is not None
-        lengths.append((len(sent.prompt_cells) > 0, len(sent.output_cells)))
-        buffer = HostToDeviceBuffer()
-        sent = counts.send([item], LastSampledTokens.none(CPU), buffer)  # The step runs again.
-        assert sent is not None and len(sent.new_slots) == 1
-        sent.apply(torch.zeros(1, VOCAB_SIZE), buffer.send(CPU))
+        plan = device.slots.plan([item], {}, HostToDeviceBuffer())
+        assert plan is not None
+        lengths.append((len(plan.prompt_cells) > 0, len(plan.output_cells)))
+        to_device = HostToDeviceBuffer()
+        plan = device.slots.plan([item], {}, to_device)  # The step runs again.
+        assert plan is not None and len(plan.new_slots) == 1
+        device.counts.apply(plan, torch.zeros(1, VOCAB_SIZE), DeviceBuffer.of(to_device.words, NO_TOKENS))
     assert lengths == [(True, 2), *[(False, 2)] * 4]
-    slot = counts._held[sequence].slot
-    assert counts.table[slot].sum() - int((counts.table[slot] & IN_PROMPT).sum()) == 10
+    counts = device.counts.table[device.slots._held[sequence].slot]
+    assert counts.sum() - int((counts & IN_PROMPT).sum()) == 10
 
 
 def test_penalties_wait_only_for_what_the_device_does_not_know() -> None:

@@ -1,0 +1,188 @@
+"""Planner of steps: makes messages of plain numbers from scheduled batches, and items' results from a step's."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
+from replicas.engine.sequence import Sequence
+from replicas.model.batch.inputs import InputPlan, wants_prompt_logprobs
+from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer, Span
+from replicas.model.cuda_graphs.padding import PaddedPlan, StepPadding
+from replicas.model.hardware.limits import cpu_limit
+from replicas.model.loading.loader import LoadedModel
+from replicas.model.sampling.logprobs import PendingLogprobs
+from replicas.model.sampling.masks import MaskThreads, PendingMasks
+from replicas.model.sampling.sampler import PendingTokens, SamplingPlan, SamplingPlanner
+from replicas.model.sampling.token_counts import CountSlots
+
+# Prompt tokens scored per forward pass. It bounds the memory of their logits.
+_MAX_SCORED_TOKENS = 256
+# Threads that fill token masks. A mask takes 5 to 100 us, so a few threads are enough for any batch.
+_MAX_MASK_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPass:
+    """Forward pass without padding. Its last `num_rows` rows of logits sample."""
+
+    inputs: InputPlan
+    num_rows: int
+    targets: Span
+    """Prompt tokens to score, one for each of the first rows of logits."""
+    max_top: int
+    """Number of most probable tokens to score in each of these rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMessage:
+    """Step as plain numbers: any runner of the same model that has run the messages before it can run it.
+
+    It can be pickled. The passes run in order, the padded one first; the rows that sample are in their order.
+    """
+
+    words: array[int]
+    """Numbers for the device. All spans are ranges of it."""
+    padded: PaddedPlan | None
+    flat: tuple[FlatPass, ...]
+    sampling: SamplingPlan | None
+    """None: no row samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPiece:
+    """Prompt tokens of the batch's item at `index` that one pass scores."""
+
+    index: int
+    targets: list[int]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """Message of a step, and the sequences that its results belong to."""
+
+    message: StepMessage
+    masks: PendingMasks | None
+    """Masks of the rows that may not take every token: the second message."""
+    batch: ScheduledBatch
+    indices: list[int]
+    """Index in the batch of each row that samples."""
+    pieces: list[ScoredPiece]
+    """Scored prompt tokens, one piece for each pass that scores some."""
+
+    def read(
+        self, tokens: PendingTokens | None, scores: list[PendingLogprobs], to_host: DeviceToHostBuffer
+    ) -> list[ItemResult]:
+        """Return one result per item of the batch, after `to_host.wait()`.
+
+        `scores` has an entry for each of `pieces`.
+        """
+        results = [ItemResult()] * len(self.batch.items)
+        if tokens is not None:
+            sampled = tokens.read(to_host, [self.batch.items[index] for index in self.indices])
+            for index, result in zip(self.indices, sampled, strict=True):
+                results[index] = result
+        for piece, pending in zip(self.pieces, scores, strict=True):
+            logprobs = pending.read(to_host, piece.targets, [piece.num_top] * len(piece.targets))
+            result = results[piece.index]
+            if result.error is None and any(math.isnan(entry.chosen.logprob) for entry in logprobs):
+                result = ItemResult(error="the model's logits are not finite numbers")
+            if result.error is None:
+                result = replace(result, prompt_logprobs=(*result.prompt_logprobs, *logprobs))
+            results[piece.index] = result
+        return results
+
+
+class StepPlanner:
+    """Planner of one runner's steps. It knows what the device holds after the steps planned so far.
+
+    Invariant: steps are planned and run in the same order, each within `running`.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, block_size: int, padding: StepPadding | None, slots: CountSlots | None
+    ) -> None:
+        """Make a planner. Batches that `padding` has a shape for are padded.
+
+        `slots` are those of the counts on the device; None: the host counts the tokens for penalties.
+        """
+        self._block_size = block_size
+        self._padding = padding
+        self._slots = slots
+        self._sampling = SamplingPlanner(
+            loaded.eos_token_ids, loaded.vocab_size, slots, batch_invariant=loaded.is_batch_invariant
+        )
+        self._masks = MaskThreads(loaded.vocab_size, min(_MAX_MASK_THREADS, math.ceil(cpu_limit().num_cpus)))
+        self._last_rows: dict[Sequence, int] = {}
+
+    def plan(self, batch: ScheduledBatch) -> PlannedStep:
+        """Plan the forward passes of `batch`, which write its KV and sample where an item samples.
+
+        An item that scores its prompt needs logits at every position. It runs alone, in pieces of bounded size. All
+        other items share one forward pass.
+        """
+        self._masks.settle()
+        to_device = HostToDeviceBuffer()
+        shared: list[int] = []
+        scored: list[int] = []
+        for index, item in enumerate(batch.items):
+            (scored if wants_prompt_logprobs(item) else shared).append(index)
+        padded, flat = self._plan_shared([batch.items[index] for index in shared], to_device)
+        pieces = []
+        for index in scored:
+            for piece in _pieces_of(batch.items[index]):
+                targets, num_top = _targets(piece), piece.sequence.request.params.prompt_logprobs or 0
+                flat.append(self._flat_pass([piece], targets, num_top, to_device))
+                if targets:
+                    pieces.append(ScoredPiece(index, targets, num_top))
+        indices = [index for index in (*shared, *scored) if batch.items[index].samples]
+        sampling = [batch.items[index] for index in indices]
+        plan = self._sampling.plan(sampling, self._last_rows, to_device) if sampling else None
+        self._last_rows = {item.sequence: row for row, item in enumerate(sampling, -len(sampling))}
+        message = StepMessage(to_device.words, padded, tuple(flat), plan)
+        return PlannedStep(message, self._masks.masks_of(sampling), batch, indices, pieces)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Forget what the device holds if the context, which plans or runs a step, fails."""
+        try:
+            yield
+        except Exception:
+            self._last_rows = {}
+            for device_state in (self._padding, self._slots):
+                if device_state is not None:
+                    device_state.forget()
+            raise
+
+    def _plan_shared(
+        self, items: list[ScheduledSequence], to_device: HostToDeviceBuffer
+    ) -> tuple[PaddedPlan | None, list[FlatPass]]:
+        """Plan one pass over items that sample one token or none; it is padded if there is a shape for it."""
+        if not items:
+            return None, []
+        shape = None if self._padding is None else self._padding.shape_of(items)
+        if self._padding is not None and shape is not None:
+            return self._padding.plan(items, shape, self._last_rows, to_device), []
+        return None, [self._flat_pass(items, [], 0, to_device)]
+
+    def _flat_pass(
+        self, items: list[ScheduledSequence], targets: list[int], max_top: int, to_device: HostToDeviceBuffer
+    ) -> FlatPass:
+        inputs = InputPlan.of(items, self._block_size, self._last_rows, to_device)
+        return FlatPass(inputs, sum(item.samples for item in items), to_device.ints(targets), max_top)
+
+
+def _pieces_of(item: ScheduledSequence) -> Iterator[ScheduledSequence]:
+    for start in range(item.start, item.end, _MAX_SCORED_TOKENS):
+        yield item.part(start, min(_MAX_SCORED_TOKENS, item.end - start))
+
+
+def _targets(piece: ScheduledSequence) -> list[int]:
+    """Return the prompt tokens at positions start + 1 .. min(end, num_prompt_tokens - 1)."""
+    sequence = piece.sequence
+    return sequence.token_ids[piece.start + 1 : min(piece.end + 1, sequence.num_prompt_tokens)]
