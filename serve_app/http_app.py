@@ -21,6 +21,7 @@ from serve_app.endpoints.generation.completions import CompletionEndpoints
 from serve_app.endpoints.generation.models import ModelEndpoints
 from serve_app.endpoints.generation.request_status import RequestEndpoints
 from serve_app.endpoints.generation.responder import Completions
+from serve_app.endpoints.generation.responses import ResponseEndpoints
 from serve_app.endpoints.jobs.batches import BatchEndpoints
 from serve_app.endpoints.jobs.files import FileEndpoints
 from serve_app.endpoints.jobs.job_requests import JobRequests
@@ -89,8 +90,10 @@ def create_api(
     metrics.registry.register(CountsCollector(text.grammars.metrics))
     service = CompletionService(dispatcher, model, text, settings.limits, rng or random.Random(), backends.meter)
     registry = RequestRegistry(clock.monotonic)
+    completions = Completions(settings, service, registry)
     endpoints: list[object] = [
-        CompletionEndpoints(bodies, Completions(settings, service, registry)),
+        CompletionEndpoints(bodies, completions),
+        ResponseEndpoints(bodies, completions),
         SyncPromptEndpoints(bodies, service, settings, clock),
         RequestEndpoints(registry, None if jobs is None else jobs.client),
     ]

@@ -13,12 +13,11 @@ from serve_app.errors import request_id_ambiguous, request_not_cancellable, requ
 from serve_app.http.exchange import CLIENT_CLOSED, Exchange
 from serve_app.keys.authenticator import Principal
 from serve_app.openai.reply.format import JsonObject
-from serve_app.openai.reply.prepared_completion import RequestView
+from serve_app.openai.reply.prepared_completion import ID_PREFIXES, RequestView
 from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.schema import GenerationBody
 
 MAX_AGE_S = 3600.0
-_ID_PREFIXES = ("chatcmpl-", "cmpl-")
 
 _Key = tuple[str | None, str]
 """Tenant and id; without a tenant for operators."""
@@ -148,7 +147,7 @@ class RequestRegistry:
         """
         self._trim()
         viewer = None if principal.is_operator else principal.tenant
-        keys = ((viewer, request_id.removeprefix(prefix)) for prefix in ("", *_ID_PREFIXES))
+        keys = ((viewer, request_id.removeprefix(prefix)) for prefix in ("", *ID_PREFIXES))
         key = next((key for key in keys if key in self._by_key), None)
         if key is None:
             raise request_not_found(request_id)

@@ -206,6 +206,19 @@ class CompletionService:
             grammar=grammar,
         )
 
+    async def num_prompt_tokens(self, body: ChatBody, caller: Caller) -> int:
+        """Return the number of tokens of a chat's prompt.
+
+        Raises:
+            InvalidRequest, UnknownModel, NoReplicaAvailable: as `chat`, but a prompt may exceed the context.
+        """
+        self.checks.check_chat(body)
+        card = await self._model.card()
+        prompt = await self._tokenizer.encode_chat(
+            ChatTurns.of(body), max_prompt_tokens=card.max_model_len, owner=caller.owner_of(body)
+        )
+        return len(prompt.token_ids)
+
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
         """Prepare a text completion of one or several prompts.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,9 @@ from serve_app.openai.request.parsing import invalid_request
 from serve_app.openai.request.schema import ChatBody
 from serve_app.openai.service import CompletionService
 
+_STEP = re.compile(r"[.\[]")
+"""Begin of a step in the path of a field."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdaptedChat:
@@ -24,7 +28,8 @@ class AdaptedChat:
     chat: ChatBody
     reply: ReplyKind
     names: Mapping[str, str] = field(default_factory=dict)
-    """Fields of chats, each with its name in the protocol; errors name that."""
+    """Fields of chats, or begins of their paths, each with its name in the protocol; errors name that. One that begins
+    with a dot is within another."""
     ignored_tools: tuple[str, ...] = ()
     """Tools of the request that only the protocol's own server can run; the model does not see them."""
 
@@ -37,6 +42,17 @@ class AdaptedChat:
         """
         try:
             return await service.chat(self.chat, caller, self.reply)
+        except InvalidRequest as error:
+            raise renamed(error, self.names) from None
+
+    async def num_prompt_tokens(self, service: CompletionService, caller: Caller) -> int:
+        """Return the number of tokens of the prompt, as `CompletionService.num_prompt_tokens` does.
+
+        Raises:
+            InvalidRequest, UnknownModel, NoReplicaAvailable: as `prepare` does.
+        """
+        try:
+            return await service.num_prompt_tokens(self.chat, caller)
         except InvalidRequest as error:
             raise renamed(error, self.names) from None
 
@@ -54,9 +70,15 @@ def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """Return an error about a field of a chat as one about the protocol's field."""
-    root = (error.param or "").partition(".")[0].partition("[")[0]
-    if error.param is None or root not in names:
+    """Return an error about a field of a chat as one about the protocol's field.
+
+    The longest begin of the field's path that has a name is replaced, then what begins with a dot.
+    """
+    if error.param is None:
         return error
-    param = names[root] + error.param.removeprefix(root)
-    return InvalidRequest(error.message.replace(f"`{error.param}`", f"`{param}`"), param, error.code)
+    ends = [*(place.start() for place in _STEP.finditer(error.param)), len(error.param)]
+    begin = next((error.param[:end] for end in reversed(ends) if error.param[:end] in names), "")
+    param = names.get(begin, "") + error.param[len(begin) :]
+    for inner, name in names.items():
+        param = param.replace(inner, name) if inner.startswith(".") else param
+    return InvalidRequest(re.sub(rf"(?<![\w.]){re.escape(error.param)}(?![\w.\[])", param, error.message), param, error.code)

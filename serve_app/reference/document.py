@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from types import UnionType
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
@@ -15,6 +16,7 @@ from serve_app.openai.reply.schema import ErrorObject
 from serve_app.openai.request.body import IgnoredValues, StrictBody
 from serve_app.openai.request.conversation import MESSAGE_IGNORED, ChatMessage
 from serve_app.openai.request.unknown_fields import OPEN_SCHEMAS
+from serve_app.protocols.responses.schema import OPEN_RESPONSES
 from serve_app.reference.examples import Examples
 from serve_app.reference.operations import Access, Created, Fields, Operation
 from serve_app.reference.words import ANSWER_HEADERS, DESCRIPTION, FAILURES, FORM_FILE, NO_EFFECT, REQUEST_HEADERS
@@ -67,6 +69,8 @@ class Schemas:
 
     def of(self, kind: Any) -> JsonObject:
         """Return the schema of a type: the reference to its own, which is added, if the type has a name."""
+        if isinstance(kind, UnionType):
+            return {"anyOf": [self.of(option) for option in kind.__args__]}
         if kind.__name__ in self.components:
             return {"$ref": _REF + kind.__name__}
         schema = self.inline(kind)
@@ -118,7 +122,7 @@ class _Generator(GenerateJsonSchema):
         if issubclass(schema["cls"], StrictBody):
             for name in described["properties"].keys() - described.get("required", ()):
                 described["properties"][name] = _or_null(described["properties"][name])
-        if schema["cls"] in OPEN_SCHEMAS:
+        if schema["cls"] in (*OPEN_SCHEMAS, *OPEN_RESPONSES):
             del described["additionalProperties"]
         if issubclass(schema["cls"], ChatMessage):
             described["properties"] |= _ignored(MESSAGE_IGNORED, described["properties"])

@@ -78,6 +78,7 @@ ANSWER_HEADERS: Mapping[str, str] = {
     "x-model-replica": "Replica that served the request.",
     "x-headway-ignored": "Fields of the body that have no effect, such as `messages.0.cache_control`, percent-encoded; "
     "it ends in `...` if there are too many.",
+    "x-headway-ignored-tools": "Tools that only another server can run; the model did not see them.",
     "x-headway-toy-model": "Only if the bundled demo model answers: it is for tests, and no answer of it is of use.",
     "x-headway-not-enforced": "Keywords of the request's JSON Schemas that are not enforced, as JSON pointers.",
     "x-ratelimit-limit-requests": "Most requests that may wait in the request's band.",

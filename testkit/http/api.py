@@ -63,15 +63,20 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 
 @pytest.fixture(scope="session")
 def script(tokenizer: PreTrainedTokenizerFast) -> list[ScriptedToken]:
-    """Return `REPLY` token by token; a split character's text comes with its last token, as in the engine."""
+    """Return `REPLY` token by token."""
+    return scripted(tokenizer, REPLY)
+
+
+def scripted(tokenizer: PreTrainedTokenizerFast, text: str) -> list[ScriptedToken]:
+    """Return a text token by token; a split character's text comes with its last token, as in the engine."""
     tokens: list[ScriptedToken] = []
-    token_ids = tokenizer.backend_tokenizer.encode(REPLY).ids
+    token_ids = tokenizer.backend_tokenizer.encode(text).ids
     shown = ""
     for index, token_id in enumerate(token_ids):
-        text = tokenizer.backend_tokenizer.decode(token_ids[: index + 1])
-        text = shown if text.endswith("\ufffd") else text
-        tokens.append(ScriptedToken(token_id, text[len(shown) :]))
-        shown = text
+        beginning = tokenizer.backend_tokenizer.decode(token_ids[: index + 1])
+        beginning = shown if beginning.endswith("\ufffd") else beginning
+        tokens.append(ScriptedToken(token_id, beginning[len(shown) :]))
+        shown = beginning
     return tokens
 
 

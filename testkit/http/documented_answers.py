@@ -14,6 +14,9 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 _PARAMETER = re.compile(r"{[a-z_]+}")
+_EVENT = re.compile(r"(?:event: (?P<name>.*)\n)?data: (?P<data>.*)")
+_ENDS = ('{"error"', '{"type":"error"', '{"type":"message_stop"', '{"type":"response.failed"')
+"""Begins of the data of events that end a stream."""
 _PATH_OF_SEVERAL_PARTS = "{model_id}"
 _MAX_CHECKED_BYTES = 2**18
 """Largest body that an application's checks look at, bytes; they run on its event loop."""
@@ -83,16 +86,23 @@ class DocumentedAnswers:
             yield from self._lines(schema["x-line"], given)
 
     def _events(self, schema: dict[str, Any], given: Given) -> Iterator[str]:
-        """Check a stream of events: chunks, then `[DONE]` or one error, and nothing else but comments."""
+        """Check a stream of events: chunks, then their end or one error, and nothing else but comments.
+
+        An event's name is its `type`.
+        """
         *parts, rest = given.body.decode().split("\n\n")
         if rest and not given.is_cut:
             yield f"the stream ends within an event: {rest[:200]!r}"
-        data = [part.removeprefix("data: ") for part in parts if not part.startswith(":")]
-        if any(part[:6] != "data: " and not part.startswith(":") for part in parts):
+        found = [_EVENT.fullmatch(part) for part in parts if not part.startswith(":")]
+        if None in found:
             yield "the stream has a line that is neither data nor a comment"
+        events = [event for event in found if event is not None]
+        data = [event["data"] for event in events]
+        if any(event["name"] is not None and event["name"] != json.loads(event["data"])["type"] for event in events):
+            yield "an event's name is not its type"
         for part in data:
             yield from self._invalid(schema, part.encode()) if part != "[DONE]" else ()
-        is_end = [part == "[DONE]" or part.startswith('{"error"') for part in data]
+        is_end = [part == "[DONE]" or part.startswith(_ENDS) for part in data]
         if any(is_end[:-1]):
             yield "the stream goes on behind its end"
         if not given.is_cut and not (is_end and is_end[-1]):

@@ -60,6 +60,8 @@ class FakeReplica:
     gate: asyncio.Event | None = None
     stops_at: int | None = None
     """Number of output tokens after which every sequence stops by itself, unless `max_tokens` is lower."""
+    stop_reason: str | None = None
+    """Stop string at which every sequence that stops by itself does so; None: at the end token."""
     cached_tokens: int = 0
     vocab_size: int = 320
     started: list[GenerateRequest] = field(default_factory=list)
@@ -128,6 +130,7 @@ class FakeReplica:
                 if index
             ),
             finish_reason=reason,
+            stop_reason=self.stop_reason if reason is FinishReason.STOP else None,
             stats=self.stats(),
         )
 

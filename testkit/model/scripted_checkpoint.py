@@ -39,9 +39,10 @@ _TURN_BEGIN, _TURN_END = "<|im_start|>", "<|im_end|>"
 _CHUNK_CHARS = 8
 _HEAD_SIZE = 64
 _CONTEXT = 8192
+_MAX_CONTEXT = 2**18
 
 _DEFAULT = 100.0
-_TRIGGER = 1e5 * _CONTEXT
+_TRIGGER = 1e5 * _MAX_CONTEXT
 """Weight of a trigger of rank 0: it outweighs the default also where it is one token of a full context."""
 _RANK_FACTOR = 256.0
 """Ratio of the weights of two ranks, so that one trigger outranks many of the rank below."""
@@ -105,11 +106,11 @@ class Script:
     """Rank among scripts whose triggers stand in one prompt; the highest wins. At most `MAX_RANK`."""
 
 
-def write_scripted_checkpoint(path: Path, scripts: Sequence[Script]) -> Path:
-    """Write a model that answers with the scripts into `path`."""
+def write_scripted_checkpoint(path: Path, scripts: Sequence[Script], context: int = _CONTEXT) -> Path:
+    """Write a model that answers with the scripts into `path`; its context has at most 2**18 tokens."""
     vocabulary = _Vocabulary(scripts)
     vocabulary.tokenizer().save_pretrained(path)
-    model = _model(_Weights(vocabulary))
+    model = _model(_Weights(vocabulary), context)
     model.generation_config.eos_token_id = vocabulary.ids[_TURN_END]
     model.save_pretrained(path)
     return path
@@ -296,7 +297,7 @@ class _Weights:
         row[choice.selector] = max(float(row[choice.selector]), choice.weight)
 
 
-def _model(weights: _Weights) -> LlamaForCausalLM:
+def _model(weights: _Weights, context: int) -> LlamaForCausalLM:
     """Return the model of the weights; sizes are rounded up to whole heads."""
     num_tokens, num_presences = weights.num_tokens, len(weights.presences)
     num_heads = -(-num_presences // _HEAD_SIZE)
@@ -309,7 +310,7 @@ def _model(weights: _Weights) -> LlamaForCausalLM:
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
         head_dim=_HEAD_SIZE,
-        max_position_embeddings=_CONTEXT,
+        max_position_embeddings=context,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=weights.end_token_id,

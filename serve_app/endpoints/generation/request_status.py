@@ -14,10 +14,11 @@ from serve_app.http.request_registry import RequestRegistry
 from serve_app.jobs.api.records import JobsClient, JobsService
 from serve_app.keys.authenticator import Principal
 from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.reply.prepared_completion import ID_PREFIXES
 from serve_app.reference.answers import RequestObject
 from serve_app.reference.operations import LOOKUP_FAILURES, Operation
 
-_LINE_ID = re.compile(r"(chatcmpl-|cmpl-)?[0-9a-f]{32}-[0-9]+")
+_LINE_ID = re.compile(rf"({'|'.join(ID_PREFIXES)})?[0-9a-f]{{32}}-[0-9]+")
 """Form of the ids of lines and of their replies."""
 _JOB_ID = re.compile(r"job_([0-9a-f]{32})")
 

@@ -29,6 +29,8 @@ from serve_app.openai.request.unknown_fields import CHAT_LEVEL, Level
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.openai.service import CompletionService
 from serve_app.protocols.adapted_chat import AdaptedChat
+from serve_app.protocols.responses.conversion import adapted_response
+from serve_app.protocols.responses.schema import RESPONSES_LEVEL
 from serve_app.tracing.request_spans import add_request
 from serve_app.tracing.tracer import Moment, Trace, Tracer
 
@@ -48,6 +50,7 @@ _LARGE_BODY_CHARS = 2**16
 _ENDPOINTS: Mapping[str, tuple[Callable[[dict[str, object]], _Body], Level]] = {
     "/v1/chat/completions": (partial(parse_body, ChatBody, ignored=CHAT_IGNORED), CHAT_LEVEL),
     "/v1/completions": (partial(parse_body, CompletionBody, ignored=COMPLETION_IGNORED), CHAT_LEVEL),
+    "/v1/responses": (adapted_response, RESPONSES_LEVEL),
 }
 """Function that makes the body of each endpoint that batches may name, and the fields that it knows."""
 
@@ -129,8 +132,10 @@ class LineRunner:
         attempt.prepared = prepared
         line_task.is_sent = True
         reply = await self._service.answer(prepared)
-        if line_task.ignored_fields:
-            ignored = [f"ignored: {name}" for name in line_task.ignored_fields]
+        ignored = [f"ignored: {name}" for name in line_task.ignored_fields]
+        if isinstance(body, AdaptedChat):
+            ignored += [f"ignored tool: {name}" for name in body.ignored_tools]
+        if ignored:
             reply["warnings"] = [*reply.get("warnings", ()), *ignored]
         self._metrics.count(
             num_not_enforced=len(prepared.not_enforced), num_malformed_calls=prepared.format.num_malformed_calls

@@ -13,12 +13,11 @@ from router.timeline import Timeline
 from serve_app.jobs.api.records import JsonObject
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
 from serve_app.jobs.storage.rows.batch_queue import OpenBatch
-from serve_app.openai.reply.prepared_completion import PreparedCompletion, RequestView
+from serve_app.openai.reply.prepared_completion import ID_PREFIXES, PreparedCompletion, RequestView
 from serve_app.openai.request.caller import WorkOwner
 from serve_app.tracing.tracer import Moment, Trace
 
 MAX_AGE_S = 3600.0
-_ID_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
 @dataclass(slots=True)
@@ -120,7 +119,7 @@ class LineRegistry:
     def find(self, tenant: str | None, request_id: str) -> JsonObject | None:
         """Return the description of a line; `tenant` None: of any tenant. None: there is no such line."""
         self._trim()
-        for prefix in ("", *_ID_PREFIXES):
+        for prefix in ("", *ID_PREFIXES):
             key = request_id.removeprefix(prefix)
             line_task, ended = self._running.get(key), self._ended.get(key)
             if line_task is not None and tenant in (None, line_task.batch.tenant):

@@ -11,6 +11,9 @@ from serve_app.openai.reply.request_metrics import request_metrics
 from serve_app.openai.request.caller import WorkOwner, tier_of
 from serve_app.openai.request.schema import GenerationBody
 
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
+"""Begins of the replies' ids, before the ids of their requests."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedCompletion:

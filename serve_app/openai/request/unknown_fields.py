@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -53,9 +53,16 @@ class Level:
     """Fields with an object or a list of objects, whose unknown fields are ignored, too."""
 
 
-def level_of(*schemas: type[BaseModel], no_effect: IgnoredValues | None = None, **inner: Level) -> Level:
-    """Return the level with the fields of schemas; `inner` are its fields that hold objects."""
-    names = {name for schema in schemas for name in schema.model_fields}
+def level_of(
+    *schemas: type[BaseModel], no_effect: IgnoredValues | None = None, without: Sequence[str] = (), **inner: Level
+) -> Level:
+    """Return the level with the fields of schemas; `inner` are its fields that hold objects.
+
+    Fields in `without` are accepted and have no effect, so that they are named as unknown ones are.
+    """
+    names = {
+        field.alias or name for schema in schemas for name, field in schema.model_fields.items() if name not in without
+    }
     return Level(frozenset({*names, *(no_effect or {})}), no_effect or {}, inner)
 
 
