@@ -81,4 +81,5 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
     param = names.get(begin, "") + error.param[len(begin) :]
     for inner, name in names.items():
         param = param.replace(inner, name) if inner.startswith(".") else param
-    return InvalidRequest(re.sub(rf"(?<![\w.]){re.escape(error.param)}(?![\w.\[])", param, error.message), param, error.code)
+    whole_path = rf"(?<![\w.]){re.escape(error.param)}(?![\w.\[])"
+    return InvalidRequest(re.sub(whole_path, param, error.message), param, error.code)

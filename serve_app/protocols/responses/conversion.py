@@ -137,7 +137,9 @@ class Messages:
             case Reasoning():
                 text = _reasoning_text(item)
                 if text:
-                    self._answer(place, before=("tool_calls", "content", "reasoning_content"))["reasoning_content"] = text
+                    self._answer(place, before=("tool_calls", "content", "reasoning_content"))["reasoning_content"] = (
+                        text
+                    )
             case FunctionCall(arguments=arguments):
                 self._add_call(item, arguments, place)
             case CustomToolCall(input=text):
@@ -228,7 +230,7 @@ def _echo(body: ResponsesBody) -> JsonObject:
     return {
         **values,
         "metadata": body.metadata or {},
-        "tools": [_shown_tool(tool) for tool in body.tools],
+        "tools": [tool.model_dump() for tool in body.tools],
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
         "text": {"format": body.text.format.model_dump(by_alias=True)},
         "reasoning": {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
@@ -236,7 +238,3 @@ def _echo(body: ResponsesBody) -> JsonObject:
         "background": False,
         "store": False,
     }
-
-
-def _shown_tool(tool: BaseModel) -> JsonObject:
-    return tool.model_dump(by_alias=True)

@@ -88,7 +88,7 @@ def _pattern_of(definition: str, param: str) -> str:
         InvalidRequest: it is no such grammar, or recursive, or too long.
     """
     try:
-        grammar, _ = load_grammar(definition, param, [], False)
+        grammar, _ = load_grammar(definition, param, [], False)  # type: ignore[no-untyped-call]
         rules = {str(name): (parameters, tree) for name, parameters, tree, _ in grammar.rule_defs}
         terminals = {str(name): tree for name, (tree, _) in grammar.term_defs}
         return _Pattern(rules, terminals, grammar.ignore).of_rule("start")
@@ -157,13 +157,13 @@ class _Pattern:
             case Tree(data="expr", children=[inner, _, *bounds]):
                 return f"(?:{of(inner)}){{{','.join(map(str, bounds))}}}"
             case Tree(data="range", children=[first, last]):
-                return self._around(f"[{_literal(first)}-{_literal(last)}]", is_within_terminal)
+                return self._around(f"[{_literal(str(first))}-{_literal(str(last))}]", is_within_terminal)
             case Symbol(is_term=True, name=name):
                 return self._around(self._of_terminal(name), is_within_terminal)
             case Symbol(name=name):
                 return self.of_rule(name)
             case Token(type="STRING" | "REGEXP"):
-                return self._around(_literal(tree), is_within_terminal)
+                return self._around(_literal(str(tree)), is_within_terminal)
         raise ValueError(f"it has a part that no regular expression has: {getattr(tree, 'data', tree)}")
 
     def _around(self, pattern: str, is_within_terminal: bool) -> str:

@@ -64,7 +64,8 @@ class Toolset:
         Raises:
             InvalidRequest: another tool has its name, or its grammar cannot be enforced.
         """
-        name = function_name(tool.name, namespace and namespace.name)
+        space = None if namespace is None else namespace.name
+        name = function_name(tool.name, space)
         if name in self.names:
             raise InvalidRequest(f"`tools` has two tools named {shortened(tool.name)}", f"{place}.name")
         texts = [tool.description]
@@ -77,14 +78,14 @@ class Toolset:
             has_grammar = isinstance(tool.format, InputGrammar)
             function |= {"parameters": input_schema(tool, f"{place}.format.definition"), "strict": has_grammar}
         self.functions.append({"type": "function", "function": function})
-        self.names[name] = ToolName(tool.name, namespace and namespace.name, isinstance(tool, CustomTool))
+        self.names[name] = ToolName(tool.name, space, isinstance(tool, CustomTool))
         self.places.append(place)
 
     def limited_to(self, names: frozenset[str]) -> Toolset:
         """Return the toolset without the functions of other names; their names stay known."""
         kept = [index for index, tool in enumerate(self.functions) if tool["function"]["name"] in names]
-        functions, places = ([values[index] for index in kept] for values in (self.functions, self.places))
-        return Toolset(functions, self.names, places, self.ignored)
+        functions = [self.functions[index] for index in kept]
+        return Toolset(functions, self.names, [self.places[index] for index in kept], self.ignored)
 
 
 def toolset_of(tools: Sequence[Tool]) -> Toolset:

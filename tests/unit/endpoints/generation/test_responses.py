@@ -14,6 +14,7 @@ from testkit.http.api import MODEL, REPLY, Api, MakeApi, card_of, events, refusa
 from testkit.model.scripted_checkpoint import CHAT_TEMPLATE
 
 FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
+NO_REGEX = {"type": "grammar", "syntax": "regex", "definition": "("}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 Writes = Callable[[str], None]
@@ -155,7 +156,9 @@ async def test_reasoning_is_an_item_that_comes_back(
     assert reply["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
     sent_back = (thought, {**thought, "summary": [], "content": []}, {**thought, "encrypted_content": None})
     for item in sent_back:
-        await respond(agent, input=[{"role": "user", "content": "hello"}, item, answer, {"role": "user", "content": "?"}])
+        await respond(
+            agent, input=[{"role": "user", "content": "hello"}, item, answer, {"role": "user", "content": "?"}]
+        )
         assert f"<think>\n{part['text']}\n</think>\nYes." in prompt_of(agent, tokenizer)
     foreign = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAA=="}
     assert (await respond(agent, input=[foreign, {"role": "user", "content": "?"}])).status_code == 200
@@ -196,8 +199,7 @@ async def test_counts_are_those_of_the_prompt(agent: Api) -> None:
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"top_logprobs": 500}, "top_logprobs"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"tools": [{"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "regex", "definition": "("}}]},
-         "tools[0].format.definition"),
+        ({"tools": [{"type": "custom", "name": "c", "format": NO_REGEX}]}, "tools[0].format.definition"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{**FUNCTION, "parameters": {"type": "x"}}]}]},
          "tools[0].tools[0].parameters"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "weather", "arguments": "[1"}]},
