@@ -22,6 +22,7 @@ from serve_app.endpoints.generation.messages import MessageEndpoints
 from serve_app.endpoints.generation.models import ModelEndpoints
 from serve_app.endpoints.generation.request_status import RequestEndpoints
 from serve_app.endpoints.generation.responder import Completions
+from serve_app.endpoints.generation.responses import ResponseEndpoints
 from serve_app.endpoints.jobs.batches import BatchEndpoints
 from serve_app.endpoints.jobs.files import FileEndpoints
 from serve_app.endpoints.jobs.job_requests import JobRequests
@@ -94,6 +95,7 @@ def create_api(
     endpoints: list[object] = [
         CompletionEndpoints(bodies, completions),
         MessageEndpoints(bodies, completions),
+        ResponseEndpoints(bodies, completions),
         SyncPromptEndpoints(bodies, service, settings, clock),
         RequestEndpoints(registry, None if jobs is None else jobs.client),
     ]

@@ -77,6 +77,7 @@ CONFINED = {
         "serve_app.openai.tokenize",
     ),
     "llguidance": ("replicas.text.grammar",),
+    "lark": ("serve_app.protocols.responses.custom_input",),
     "opentelemetry": ("serve_app.tracing",),
     "triton": ("replicas.model.attention", "replicas.model.layers", "replicas.model.sampling"),
     "fastapi": ("serve_app.deployments.ingress", "serve_app.http_app"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,9 @@ from serve_app.openai.request.schema import ChatBody
 from serve_app.openai.request.validation import ContextExceeded
 from serve_app.openai.service import CompletionService
 
+_STEP = re.compile(r"[.\[]")
+"""Begin of a step in the path of a field."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdaptedChat:
@@ -25,8 +29,8 @@ class AdaptedChat:
     chat: ChatBody
     reply: ReplyKind
     names: Mapping[str, str] = field(default_factory=dict)
-    """Fields of chats, each with its name in the protocol; errors name that. One that begins with a dot is within
-    another."""
+    """Fields of chats, or begins of their paths, each with its name in the protocol; errors name that. One that begins
+    with a dot is within another."""
     too_long: str | None = None
     """Message for a prompt of `num_tokens`, more than the `limit`, as the protocol has it; None: OpenAI's."""
     ignored_tools: tuple[str, ...] = ()
@@ -76,11 +80,16 @@ def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """Return an error about a field of a chat as one about the protocol's field."""
+    """Return an error about a field of a chat as one about the protocol's field.
+
+    The longest begin of the field's path that has a name is replaced, then what begins with a dot.
+    """
     if error.param is None:
         return error
-    root = error.param.partition(".")[0].partition("[")[0]
-    param = names.get(root, root) + error.param.removeprefix(root)
+    ends = [*(place.start() for place in _STEP.finditer(error.param)), len(error.param)]
+    begin = next((error.param[:end] for end in reversed(ends) if error.param[:end] in names), "")
+    param = names.get(begin, "") + error.param[len(begin) :]
     for inner, name in names.items():
         param = param.replace(inner, name) if inner.startswith(".") else param
-    return InvalidRequest(error.message.replace(f"`{error.param}`", f"`{param}`"), param, error.code)
+    whole_path = rf"(?<![\w.]){re.escape(error.param)}(?![\w.\[])"
+    return InvalidRequest(re.sub(whole_path, param, error.message), param, error.code)

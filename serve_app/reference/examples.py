@@ -41,6 +41,8 @@ _EXAMPLES: Mapping[str, _Example] = {
     "POST /v1/completions": _Example({"model": _MODEL, "prompt": "The sea", "max_tokens": 16}),
     "POST /v1/messages": _Example({"model": _MODEL, **_CHAT}),
     "POST /v1/messages/count_tokens": _Example({"model": _MODEL, "messages": _CHAT["messages"]}),
+    "POST /v1/responses": _Example({"model": _MODEL, "input": "Hello", "max_output_tokens": 64}),
+    "POST /v1/responses/input_tokens": _Example({"model": _MODEL, "input": "Hello"}),
     "GET /v1/models/{model_id}": _Example(known={"model_id": _MODEL}),
     "POST /tokenize": _Example({"model": _MODEL, "prompt": "The sea"}),
     "POST /detokenize": _Example({"model": _MODEL, "tokens": [1, 2, 3]}),

@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 
 _PARAMETER = re.compile(r"{[a-z_]+}")
 _EVENT = re.compile(r"(?:event: (?P<name>.*)\n)?data: (?P<data>.*)")
-_ENDS = ('{"error"', '{"type":"error"', '{"type":"message_stop"')
+_ENDS = ('{"error"', '{"type":"error"', '{"type":"message_stop"', '{"type":"response.failed"')
 """Begins of the data of events that end a stream."""
 _PATH_OF_SEVERAL_PARTS = "{model_id}"
 _MAX_CHECKED_BYTES = 2**18

@@ -31,6 +31,8 @@ from serve_app.openai.service import CompletionService
 from serve_app.protocols.adapted_chat import AdaptedChat
 from serve_app.protocols.messages.conversion import adapted_message
 from serve_app.protocols.messages.schema import MESSAGES_LEVEL
+from serve_app.protocols.responses.conversion import adapted_response
+from serve_app.protocols.responses.schema import RESPONSES_LEVEL
 from serve_app.tracing.request_spans import add_request
 from serve_app.tracing.tracer import Moment, Trace, Tracer
 
@@ -51,6 +53,7 @@ _ENDPOINTS: Mapping[str, tuple[Callable[[dict[str, object]], _Body], Level]] = {
     "/v1/chat/completions": (partial(parse_body, ChatBody, ignored=CHAT_IGNORED), CHAT_LEVEL),
     "/v1/completions": (partial(parse_body, CompletionBody, ignored=COMPLETION_IGNORED), CHAT_LEVEL),
     "/v1/messages": (adapted_message, MESSAGES_LEVEL),
+    "/v1/responses": (adapted_response, RESPONSES_LEVEL),
 }
 """Function that makes the body of each endpoint that batches may name, and the fields that it knows."""
 

@@ -27,8 +27,9 @@ def size_of(body: Mapping[str, object]) -> LineSize:
     """Estimate the size of a request. Any body is accepted: an invalid one fails when its line runs."""
     num_prompts, num_prompt_tokens, beginning = _prompt_of(body)
     num_choices = _number(body.get("n"), 1)
-    default = _CHAT_OUTPUT_TOKENS if "messages" in body else _COMPLETION_OUTPUT_TOKENS
-    max_tokens = _number(body.get("max_completion_tokens"), _number(body.get("max_tokens"), default))
+    max_tokens = _CHAT_OUTPUT_TOKENS if "messages" in body or "input" in body else _COMPLETION_OUTPUT_TOKENS
+    for name in ("max_tokens", "max_output_tokens", "max_completion_tokens"):
+        max_tokens = _number(body.get(name), max_tokens)
     expected = min(_MAX_EXPECTED_TOKENS, max(1, num_prompt_tokens + num_prompts * num_choices * max_tokens))
     return LineSize(
         expected, -expected.bit_length(), blake2s(beginning.encode(errors="replace"), digest_size=8).hexdigest()
@@ -37,12 +38,13 @@ def size_of(body: Mapping[str, object]) -> LineSize:
 
 def _prompt_of(body: Mapping[str, object]) -> tuple[int, int, str]:
     """Return the number of prompts, their tokens in total, and the beginning of the first one."""
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        contents = [message.get("content") for message in messages if isinstance(message, dict)]
-        text = "\n".join(map(_text_of, [body["system"], *contents] if "system" in body else contents))
+    turns = body.get("messages", body.get("input"))
+    if isinstance(turns, list):
+        instructions = [body[name] for name in ("system", "instructions") if name in body]
+        contents = [turn.get("content", turn.get("output")) for turn in turns if isinstance(turn, dict)]
+        text = "\n".join(map(_text_of, [*instructions, *contents]))
         return 1, len(text) // _CHARS_PER_TOKEN, text[:_PREFIX_CHARS]
-    prompt = body.get("prompt")
+    prompt = body.get("prompt", turns)
     prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
     num_tokens = sum(len(one) if isinstance(one, list) else len(str(one)) // _CHARS_PER_TOKEN for one in prompts)
     first = prompts[0][:_PREFIX_CHARS] if isinstance(prompts[0], str | list) else ""

@@ -146,17 +146,10 @@ class StreamOptions(StrictBody):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationBody(StrictBody):
-    """Fields that chat and text completions share."""
-
-    operation: ClassVar[str]
-    """Name of the operation in traces (`gen_ai.operation.name`)."""
+class GenerationOptions(StrictBody):
+    """Options of a generation that every protocol names alike: the model, sampling, urgency and the caller."""
 
     model: str
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1, le=MAX_INT64)
-    """Choices for each prompt."""
     temperature: float = Field(1.0, ge=0, le=2)
     """Temperature of sampling; 0 takes the most probable token. The model may have another default."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -186,6 +179,32 @@ class GenerationBody(StrictBody):
     """Words that the output does not have."""
     skip_special_tokens: bool = True
     """True if special tokens have no text."""
+    priority: int | None = Field(None, ge=0, le=2)
+    """Band of the request: 0 is interactive, 1 standard, 2 batch."""
+    service_tier: ServiceTier | None = None
+    """OpenAI's name of the band, used without `priority` and its header."""
+    deadline_ms: int | None = Field(None, ge=1, le=MAX_INT64)
+    """Time after which the reply is useless, milliseconds from the request's arrival."""
+    user: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    """Requests of one key prefer one replica."""
+    cache_salt: Annotated[NonEmptyText, Field(max_length=512)] | None = None
+    """Requests with different salts share no block of the prefix cache, as in vLLM."""
+    metadata: Annotated[dict[str, str], _no_longer_than(1024)] | None = None
+    """Metadata of the SDKs; accepted and not stored."""
+
+
+class GenerationBody(GenerationOptions):
+    """Fields that chat and text completions share."""
+
+    operation: ClassVar[str]
+    """Name of the operation in traces (`gen_ai.operation.name`)."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_INT64)
+    """Choices for each prompt."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_INT64)
     """Tokens of a prompt that are kept; -1 keeps as many as the context holds beside `max_tokens`."""
     truncation_side: Literal["left", "right"] = "left"
@@ -202,20 +221,6 @@ class GenerationBody(StrictBody):
     """True if the reply has the token ids of prompt and output."""
     include_metrics: bool = False
     """True if the reply has `metrics`, the parts of the request's time, as in vLLM; in a stream the last chunk."""
-    priority: int | None = Field(None, ge=0, le=2)
-    """Band of the request: 0 is interactive, 1 standard, 2 batch."""
-    service_tier: ServiceTier | None = None
-    """OpenAI's name of the band, used without `priority` and its header."""
-    deadline_ms: int | None = Field(None, ge=1, le=MAX_INT64)
-    """Time after which the reply is useless, milliseconds from the request's arrival."""
-    user: Annotated[str, Field(max_length=512)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
-    """Requests of one key prefer one replica."""
-    cache_salt: Annotated[NonEmptyText, Field(max_length=512)] | None = None
-    """Requests with different salts share no block of the prefix cache, as in vLLM."""
-    metadata: Annotated[dict[str, str], _no_longer_than(1024)] | None = None
-    """Metadata of the SDKs; accepted and not stored."""
 
     @property
     def has_constraint(self) -> bool:

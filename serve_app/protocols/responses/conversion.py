@@ -1,0 +1,240 @@
+"""Conversion of a response's request into a chat: its items become messages, its tools functions."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel
+
+from replicas.errors import InvalidRequest
+from serve_app.errors import shortened
+from serve_app.openai.reply.chat_format import ReplyKind
+from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.parsing import parse_body
+from serve_app.openai.request.schema import GenerationOptions
+from serve_app.protocols.adapted_chat import AdaptedChat, chat_of
+from serve_app.protocols.responses.custom_input import input_arguments
+from serve_app.protocols.responses.items import (
+    CustomToolCall,
+    CustomToolCallOutput,
+    FunctionCall,
+    FunctionCallOutput,
+    Item,
+    Message,
+    Reasoning,
+)
+from serve_app.protocols.responses.reply import ReplyOptions, ResponseFormat
+from serve_app.protocols.responses.schema import REFUSED, RESPONSES_IGNORED, FlatJsonSchemaFormat, ResponsesBody
+from serve_app.protocols.responses.toolset import Toolset, choice_of, function_name, toolset_of
+
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+"""Values of `include` that have an effect."""
+_PREFIX = "response-reasoning:"
+"""Begin of the encrypted contents that this server writes."""
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+_ECHOED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "parallel_tool_calls", "truncation", "metadata", "user",
+    "safety_identifier", "prompt_cache_key", "presence_penalty", "frequency_penalty", "top_logprobs",
+)  # fmt: skip
+"""Fields of the request that the response repeats as they are."""
+
+
+def adapted_response(fields: dict[str, object], default_model: str | None = None) -> AdaptedChat:
+    """Return the chat of the fields of a response's request; `default_model` is for a request that names none.
+
+    Raises:
+        InvalidRequest: a field cannot be served; the error names it.
+    """
+    for name, advice in REFUSED.items():
+        if fields.get(name):
+            raise InvalidRequest(f"`{name}` is not supported: {advice}", name, "unsupported_parameter")
+    model = {} if default_model is None else {"model": default_model}
+    body = parse_body(ResponsesBody, model | fields, RESPONSES_IGNORED)
+    toolset = toolset_of(body.tools)
+    choice = choice_of(body.tool_choice, toolset.names)
+    offered = toolset if choice.names is None else toolset.limited_to(choice.names)
+    messages = messages_of(body)
+    names = {**_NAMES, **messages.names, **_tool_names(offered)}
+    if choice.choice == "required" and not offered.functions:
+        message = "`tool_choice` is required, and none of `tools` can be run here"
+        raise InvalidRequest(message, "tool_choice", "unsupported_parameter")
+    chat = {
+        **_given(body, set(GenerationOptions.model_fields)),
+        "messages": messages.turns,
+        "stream": body.stream,
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": offered.functions,
+        "tool_choice": choice.choice if offered.functions else None,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _response_format(body),
+        "reasoning_effort": "xhigh" if body.reasoning.effort == "max" else body.reasoning.effort,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+    if body.top_logprobs or LOGPROBS in body.include:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    options = ReplyOptions(
+        echo=_echo(body),
+        names=toolset.names,
+        has_summary=body.reasoning.summary is not None,
+        encrypt=encrypted if ENCRYPTED in body.include else None,
+    )
+    reply = ReplyKind("resp_", partial(ResponseFormat, options))
+    return AdaptedChat(chat_of(chat, names), reply, names, ignored_tools=tuple(toolset.ignored))
+
+
+def encrypted(text: str) -> str:
+    """Return the `encrypted_content` of a reasoning; it is no secret, and hides nothing."""
+    return base64.b64encode(f"{_PREFIX}{text}".encode()).decode()
+
+
+def _decrypted(content: str) -> str:
+    """Return the reasoning in an `encrypted_content`; empty: another server wrote it."""
+    try:
+        text = base64.b64decode(content, validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""
+    return text.removeprefix(_PREFIX) if text.startswith(_PREFIX) else ""
+
+
+@dataclass(slots=True)
+class Messages:
+    """Messages of a chat, made item by item.
+
+    An answer's items, reasoning, then text, then calls, become one message. An item that does not follow in this order
+    begins another message.
+    """
+
+    turns: list[JsonObject] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    """Fields of the messages, each with its name in the request."""
+    call_ids: set[str] = field(default_factory=set)
+    _is_open: bool = False
+    """True if the last message is the model's turn, to which items may be added."""
+
+    def add(self, item: Item, place: str) -> None:
+        """Add an item that stands at a place of the request.
+
+        Raises:
+            InvalidRequest: it is the output of a call that is not there.
+        """
+        match item:
+            case Message(role="assistant", content=text):
+                turn = self._answer(place, before=("tool_calls", "content"))
+                turn["content"] = text
+            case Message(role=role, content=text):
+                self._begin({"role": role, "content": text}, place)
+            case Reasoning():
+                text = _reasoning_text(item)
+                if text:
+                    self._answer(place, before=("tool_calls", "content", "reasoning_content"))["reasoning_content"] = (
+                        text
+                    )
+            case FunctionCall(arguments=arguments):
+                self._add_call(item, arguments, place)
+            case CustomToolCall(input=text):
+                self._add_call(item, input_arguments(text), place)
+            case FunctionCallOutput(call_id=call_id) | CustomToolCallOutput(call_id=call_id):
+                if call_id not in self.call_ids:
+                    param = f"{place}.call_id"
+                    raise InvalidRequest(f"`{param}` is {shortened(call_id)}; no call before it has this id", param)
+                self._begin({"role": "tool", "tool_call_id": call_id, "content": item.output}, place)
+
+    def finish(self) -> None:
+        """End the messages: a turn of reasoning alone has an empty text."""
+        for turn in self.turns:
+            if turn["role"] == "assistant" and "tool_calls" not in turn:
+                turn.setdefault("content", "")
+
+    def _begin(self, turn: JsonObject, place: str, is_open: bool = False) -> JsonObject:
+        self.names[f"messages[{len(self.turns)}]"] = place
+        self.turns.append(turn)
+        self._is_open = is_open
+        return turn
+
+    def _answer(self, place: str, before: Sequence[str]) -> JsonObject:
+        """Return the model's turn that is open and has none of the fields `before`, or a new one."""
+        if self._is_open and not any(name in self.turns[-1] for name in before):
+            return self.turns[-1]
+        return self._begin({"role": "assistant"}, place, is_open=True)
+
+    def _add_call(self, item: FunctionCall | CustomToolCall, arguments: str, place: str) -> None:
+        calls = self._answer(place, before=()).setdefault("tool_calls", [])
+        number, index = len(self.turns) - 1, len(calls)
+        self.names[f"messages[{number}].tool_calls[{index}].function"] = place
+        self.call_ids.add(item.call_id)
+        function = {"name": function_name(item.name, item.namespace), "arguments": arguments}
+        calls.append({"id": item.call_id, "type": "function", "function": function})
+
+
+def messages_of(body: ResponsesBody) -> Messages:
+    """Return the messages of a request: its instructions, then its input.
+
+    Raises:
+        InvalidRequest: an output's call is not there.
+    """
+    messages = Messages()
+    if body.instructions:
+        messages.add(Message(role="system", content=body.instructions), "instructions")
+    if isinstance(body.input, str):
+        messages.add(Message(role="user", content=body.input), "input")
+    else:
+        for index, item in enumerate(body.input):
+            messages.add(item, f"input[{index}]")
+    messages.finish()
+    return messages
+
+
+def _reasoning_text(item: Reasoning) -> str:
+    """Return the text of a reasoning: its content, else its summary, else what this server encrypted."""
+    texts = [part.text for part in item.content] or [part.text for part in item.summary]
+    return "\n".join(texts) or _decrypted(item.encrypted_content or "")
+
+
+def _tool_names(toolset: Toolset) -> dict[str, str]:
+    names = {}
+    for index, (tool, place) in enumerate(zip(toolset.functions, toolset.places, strict=True)):
+        names[f"tools[{index}].function"] = place
+        if toolset.names[tool["function"]["name"]].is_custom:
+            names[f"tools[{index}].function.parameters"] = f"{place}.format.definition"
+    return names
+
+
+def _response_format(body: ResponsesBody) -> JsonObject | None:
+    match body.text.format:
+        case FlatJsonSchemaFormat() as form:
+            return {"type": "json_schema", "json_schema": _given(form, {"name", "description", "schema_", "strict"})}
+        case form:
+            return form.model_dump()
+
+
+def _given(body: BaseModel, names: set[str]) -> JsonObject:
+    """Return the fields of these names that a body has."""
+    return body.model_dump(include=names & body.model_fields_set, by_alias=True)
+
+
+def _echo(body: ResponsesBody) -> JsonObject:
+    """Return the fields of the request that the response repeats."""
+    values: dict[str, Any] = {name: getattr(body, name) for name in _ECHOED}
+    choice = body.tool_choice
+    return {
+        **values,
+        "metadata": body.metadata or {},
+        "tools": [tool.model_dump() for tool in body.tools],
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+        "text": {"format": body.text.format.model_dump(by_alias=True)},
+        "reasoning": {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
+        "previous_response_id": None,
+        "background": False,
+        "store": False,
+    }

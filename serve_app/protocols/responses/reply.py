@@ -1,0 +1,132 @@
+"""Format of a response: the events of its stream, and the whole response, from the same items."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replicas.protocol import FinishReason, TokenDelta
+from serve_app.openai.reply.chat_format import ChatReader
+from serve_app.openai.reply.fan_in import IndexedDelta
+from serve_app.openai.reply.format import JsonObject
+from serve_app.protocols.responses.output import Output
+from serve_app.protocols.responses.toolset import ToolName
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyOptions:
+    """Options of a response, from its request."""
+
+    echo: JsonObject
+    """Fields of the request that the response repeats."""
+    names: Mapping[str, ToolName]
+    """Tools by the names of their functions."""
+    has_summary: bool
+    """True if the reasoning is a summary."""
+    encrypt: Callable[[str], str] | None
+    """Function that makes the `encrypted_content` of a reasoning; None: it has none."""
+
+
+class ResponseFormat(ChatReader):
+    """Format of one response.
+
+    Invariants: events are numbered 0, 1, 2, ...; the first two show the response as created and in progress; the last
+    one has the whole response.
+    """
+
+    ends_with_done = True
+    keep_alive: JsonObject | None = None
+
+    def __init__(self, options: ReplyOptions, *chat: Any, clock: Callable[[], float] = time.time) -> None:
+        """Create the format from options and as a `ChatReader`; `clock` gives the time of completion, unix seconds."""
+        super().__init__(*chat)
+        self._options = options
+        self._clock = clock
+        self._output = Output(self.head.id, options.names, options.has_summary, options.encrypt)
+        self._num_events = 0
+        self._num_positions = 0
+        """Output tokens with log probabilities so far."""
+        self._status = "in_progress"
+
+    def opening(self, index: int) -> list[JsonObject]:
+        """Return the events of the response's begin, before its first delta."""
+        if self._num_events:
+            return []
+        states = ({"type": f"response.{state}", "response": self._response()} for state in ("created", "in_progress"))
+        return self._numbered(states)
+
+    def chunks(self, item: IndexedDelta) -> list[JsonObject]:
+        """Return a delta's events."""
+        return self._numbered(self._read(item.delta))
+
+    def closing(self, fields: JsonObject, usage: JsonObject) -> list[JsonObject]:
+        """Return the last event of a stream, with the whole response."""
+        response = {**self._response(usage), **fields}
+        return self._numbered([{"type": f"response.{self._status}", "response": response}])
+
+    def failure(self, error: JsonObject, code: str | None, message: str) -> list[JsonObject]:
+        """Return the last event of a stream that failed, with the response up to there."""
+        opening = self.opening(0)
+        self._status = "failed"
+        response = {**self._response(), "error": {"code": code, "message": message}}
+        return opening + self._numbered([{"type": "response.failed", "response": response}])
+
+    def usage_details(self) -> JsonObject:
+        """Return the number of reasoning tokens."""
+        return {"completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens}}
+
+    def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
+        """Return the whole response from its merged delta."""
+        (delta,) = deltas
+        for _ in self._read(delta):
+            pass
+        return self._response(usage | self.usage_details())
+
+    def _read(self, delta: TokenDelta) -> Iterator[JsonObject]:
+        events = self.parse(self.choices[0].events, delta)
+        # The reasoning's tokens come first, and have no log probabilities in the answer.
+        num_hidden = max(0, self.num_reasoning_tokens - self._num_positions)
+        self._num_positions += len(delta.logprobs)
+        yield from self._output.add(events, [self.position(position) for position in delta.logprobs[num_hidden:]])
+        if delta.finish_reason is not None:
+            is_whole = delta.finish_reason is FinishReason.STOP
+            yield from self._output.finish(is_whole)
+            self._status = "completed" if is_whole else "incomplete"
+
+    def _numbered(self, events: Iterable[JsonObject]) -> list[JsonObject]:
+        numbered = [{**event, "sequence_number": number} for number, event in enumerate(events, self._num_events)]
+        self._num_events += len(numbered)
+        return numbered
+
+    def _response(self, usage: JsonObject | None = None) -> JsonObject:
+        """Return the response as it is now; the last item may be in progress if the response failed."""
+        is_cut = self._status == "incomplete"
+        return {
+            "id": self.head.id,
+            "object": "response",
+            "created_at": self.head.created,
+            "completed_at": int(self._clock()) if self._status == "completed" else None,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "model": self.head.model,
+            "service_tier": self.head.service_tier,
+            "temperature": self.body.temperature,
+            "top_p": self.body.top_p,
+            **self._options.echo,
+            "output": [item.view() for item in self._output.items],
+            "usage": None if usage is None else _usage(usage),
+        }
+
+
+def _usage(usage: JsonObject) -> JsonObject:
+    """Return the usage object of a response from that of a chat."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }

@@ -1,0 +1,245 @@
+"""Schema of the body of POST /v1/responses: names and types as OpenAI defines them, and this server's own fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from serve_app.openai.request.body import INVALID, IgnoredValues, NonEmptyText, StrictBody
+from serve_app.openai.request.formats import JsonObjectFormat, JsonSchema, TextFormat
+from serve_app.openai.request.schema import MAX_INT64, GenerationOptions
+from serve_app.openai.request.tools import FunctionName
+from serve_app.openai.request.unknown_fields import CHAT_LEVEL, Level, level_of
+from serve_app.protocols.responses.items import ITEMS, PARTS, Item
+
+
+class FunctionTool(StrictBody):
+    """Function that the model may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON Schema of the arguments; without one they are any object."""
+    strict: bool = False
+    """True if a keyword of `parameters` that cannot be enforced is an error. Otherwise the answer's header names it."""
+
+
+class AnyText(StrictBody):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class InputGrammar(StrictBody):
+    """Grammar of a custom tool's input."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: NonEmptyText
+    """Regular expression, or a grammar of Lark's whose rules do not refer to themselves."""
+
+
+class CustomTool(StrictBody):
+    """Tool whose input is text."""
+
+    type: Literal["custom"]
+    name: FunctionName
+    description: str | None = None
+    format: Annotated[
+        Annotated[AnyText, Tag("<text>")] | Annotated[InputGrammar, Tag("<grammar>")],
+        Discriminator(lambda value: "<text>" if _type_of(value) == "text" else "<grammar>"),
+    ] = AnyText(type="text")
+    """Form of the input; it is enforced."""
+
+
+class NamespaceTool(StrictBody):
+    """Tools under a common name."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: list[
+        Annotated[
+            Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")],
+            Discriminator(lambda value: "<custom>" if _type_of(value) == "custom" else "<function>"),
+        ]
+    ]
+
+
+class ForeignTool(StrictBody):
+    """Tool of another type, such as `web_search`, which this server cannot run; the model does not see it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: NonEmptyText
+
+
+def _type_of(value: object) -> object:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def _tag(*known: str) -> Any:
+    """Return the discriminator of objects of some types, and of all others as `foreign`; modes are texts."""
+
+    def tag(value: object) -> str:
+        if isinstance(value, str):
+            return "<mode>"
+        kind = _type_of(value)
+        return f"<{kind}>" if kind in known else "<foreign>"
+
+    return Discriminator(tag)
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[ForeignTool, Tag("<foreign>")],
+    _tag("function", "custom", "namespace"),
+]
+
+
+class NamedTool(StrictBody):
+    """Choice of one tool, which the model must call."""
+
+    type: Literal["function", "custom"]
+    name: NonEmptyText
+    namespace: NonEmptyText | None = None
+
+
+class AllowedTools(StrictBody):
+    """Choice of some of the tools, which alone the model may call, or must (`required`)."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[NamedTool, Tag("<function>")]
+                | Annotated[NamedTool, Tag("<custom>")]
+                | Annotated[ForeignTool, Tag("<foreign>")],
+                _tag("function", "custom"),
+            ]
+        ],
+        Field(min_length=1),
+    ]
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
+    | Annotated[NamedTool, Tag("<function>")]
+    | Annotated[NamedTool, Tag("<custom>")]
+    | Annotated[AllowedTools, Tag("<allowed_tools>")]
+    | Annotated[ForeignTool, Tag("<foreign>")],
+    _tag("function", "custom", "allowed_tools"),
+]
+
+
+class FlatJsonSchemaFormat(JsonSchema):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+
+
+class TextOptions(StrictBody):
+    """Form of the answer's text."""
+
+    format: Annotated[
+        Annotated[TextFormat, Tag("<text>")]
+        | Annotated[JsonObjectFormat, Tag("<json_object>")]
+        | Annotated[FlatJsonSchemaFormat, Tag("<json_schema>")],
+        Discriminator(
+            lambda value: f"<{_type_of(value)}>",
+            custom_error_type=INVALID,
+            custom_error_message="must be an object whose `type` is text, json_object or json_schema",
+        ),
+    ] = TextFormat(type="text")
+
+
+class ReasoningOptions(StrictBody):
+    """Options of the reasoning."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """Effort, for chat templates that know it; `none` switches the reasoning off, `max` is `xhigh`."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """With any value the reasoning is its own summary, and the item has no `content`: nothing is summarized."""
+
+
+class ResponsesBody(GenerationOptions):
+    """Body of POST /v1/responses."""
+
+    input: Annotated[
+        Annotated[NonEmptyText, Tag("<text>")]
+        | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("<items>")],
+        Discriminator(lambda value: "<text>" if isinstance(value, str) else "<items>"),
+    ]
+    """Conversation as items, or the text of the user. Nothing is stored, so it is the whole conversation."""
+    instructions: str | None = None
+    """System message before the input."""
+    stream: bool = False
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
+    """Most output tokens, reasoning included; without it, the rest of the context."""
+    max_tool_calls: int | None = Field(None, ge=1, le=MAX_INT64)
+    """Most calls of tools that the server runs: it runs none."""
+    tools: list[Tool] = Field(default_factory=list)
+    """Tools that the model may call."""
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    """True if one answer may have several calls."""
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    include: list[str] = Field(default_factory=list)
+    """Parts of the answer: `message.output_text.logprobs`, and `reasoning.encrypted_content`, which is the reasoning
+    for clients that send nothing else of it back. Other values are about tools that the server does not run."""
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """No effect: an input that exceeds the context is refused."""
+    top_logprobs: int = Field(0, ge=0, le=MAX_INT64)
+    """Most probable tokens at each position of the text, whose log probabilities are in the answer."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the chat template, such as `enable_thinking`."""
+
+
+_STREAM_OPTIONS = ("include_obfuscation", "include_usage")
+RESPONSES_IGNORED: IgnoredValues = {
+    "store": (False, True),
+    "background": (False,),
+    "stream_options": ({}, *({name: value} for name in _STREAM_OPTIONS for value in (False, True))),
+    "context_management": ([],),
+}
+"""Fields that are accepted with these values, and have no effect."""
+
+REFUSED: Mapping[str, str] = {
+    "previous_response_id": "nothing is stored; send the whole conversation as `input`",
+    "conversation": "nothing is stored; send the whole conversation as `input`",
+    "background": "use POST /v1/jobs or POST /v1/batches, or `stream`",
+    "prompt": "no prompts are stored; send `instructions` and `input`",
+    "messages": "send `input`",
+    "max_tokens": "send `max_output_tokens`",
+    "max_completion_tokens": "send `max_output_tokens`",
+    "response_format": "send `text.format`",
+    "reasoning_effort": "send `reasoning.effort`",
+}
+"""Fields of other requests and of a server that stores, with what to do."""
+
+_TOOLS = level_of(FunctionTool, CustomTool, NamespaceTool, tools=level_of(FunctionTool, CustomTool))
+_ITEMS = level_of(*ITEMS, content=level_of(*PARTS), summary=level_of(*PARTS), output=level_of(*PARTS))
+RESPONSES_LEVEL = Level(
+    CHAT_LEVEL.names.union(ResponsesBody.model_fields, RESPONSES_IGNORED, REFUSED),
+    {**RESPONSES_IGNORED, "truncation": ("auto",)},
+    {
+        "tools": _TOOLS,
+        "input": _ITEMS,
+        "text": level_of(TextOptions),
+        "reasoning": level_of(ReasoningOptions),
+        "tool_choice": level_of(NamedTool, AllowedTools),
+    },
+)
+"""Fields that are known, if only to be refused."""
+OPEN_RESPONSES = (
+    *ITEMS, *PARTS, ResponsesBody, FunctionTool, CustomTool, NamespaceTool, ForeignTool, TextOptions, ReasoningOptions,
+    NamedTool, AllowedTools,
+)  # fmt: skip
+"""Schemas of the objects in which unknown fields are ignored."""

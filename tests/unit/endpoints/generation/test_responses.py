@@ -1,0 +1,212 @@
+"""Responses: whole and streamed answers, tools, reasoning, errors and counts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from replicas.errors import ServingError
+from testkit.http.api import MODEL, REPLY, Api, MakeApi, card_of, events, refusal, scripted
+from testkit.model.scripted_checkpoint import CHAT_TEMPLATE
+
+FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
+NO_REGEX = {"type": "grammar", "syntax": "regex", "definition": "("}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+Writes = Callable[[str], None]
+
+
+@pytest.fixture
+def agent(make_api: MakeApi, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Api:
+    """Return an application whose model reasons and calls tools; a test sets what it writes."""
+    template = tmp_path / "template.jinja"
+    shown = "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n{% endif %}"
+    template.write_text(CHAT_TEMPLATE.replace("{{ message.content or '' }}", shown + "{{ message.content or '' }}"))
+    card = card_of(tokenizer, max_model_len=4096)
+    return make_api(settings={"chat_template": str(template)}, dispatcher={"card": card}, stops_at=4)
+
+
+@pytest.fixture
+def writes(agent: Api, tokenizer: PreTrainedTokenizerFast) -> Writes:
+    """Return the function that lets the agent's model write a text and end."""
+
+    def write(text: str) -> None:
+        agent.replica.script = scripted(tokenizer, text)
+        agent.replica.stops_at = len(agent.replica.script)
+
+    return write
+
+
+def prompt_of(api: Api, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return the prompt of the last request that the replica got."""
+    return str(tokenizer.decode(api.replica.started[-1].prompt_token_ids))
+
+
+async def respond(api: Api, **fields: Any) -> httpx.Response:
+    return await api.post("/v1/responses", {"model": MODEL, "input": "hello", **fields})
+
+
+def stream_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return a stream's events before `[DONE]`."""
+    *data, last = events(response.text)
+    assert last == "[DONE]", last
+    return [json.loads(event) for event in data]
+
+
+async def test_a_whole_response_has_a_message_and_repeats_its_request(make_api: MakeApi) -> None:
+    api = make_api(stops_at=12, cached_tokens=16)
+    response = await respond(api, instructions="be kind", metadata={"a": "b"}, max_output_tokens=40, user="u")
+    reply = response.json()
+    assert response.status_code == 200 and "x-headway-ignored" not in response.headers
+    (item,) = reply["output"]
+    assert item["content"][0]["text"] == REPLY[: len(item["content"][0]["text"])] != ""
+    assert (reply["status"], item["status"], item["id"]) == ("completed", "completed", f"msg_{reply['id'][5:]}_0")
+    assert (reply["instructions"], reply["metadata"], reply["user"]) == ("be kind", {"a": "b"}, "u")
+    assert (reply["max_output_tokens"], reply["store"], reply["tools"]) == (40, False, [])
+    assert reply["usage"]["input_tokens_details"]["cached_tokens"] == 16
+    assert reply["usage"]["output_tokens"] == 12
+    prompt = api.replica.started[0].prompt_token_ids
+    assert reply["usage"]["input_tokens"] == len(prompt)
+
+
+async def test_a_stream_ends_in_the_whole_response(make_api: MakeApi) -> None:
+    api = make_api(stops_at=12)
+    whole = (await respond(api)).json()
+    streamed = stream_of(await respond(api, stream=True))
+    assert [event["sequence_number"] for event in streamed] == list(range(len(streamed)))
+    kinds = list(dict.fromkeys(event["type"].removeprefix("response.") for event in streamed))
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+        "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    last = streamed[-1]["response"]
+    assert without_ids(last) == without_ids(whole)
+    deltas = [event["delta"] for event in streamed if event["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == whole["output"][0]["content"][0]["text"] and len(deltas) > 1
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    """Return a response without what differs between two of one request."""
+    output = [{**item, "id": None} for item in response["output"]]
+    return {**response, "id": None, "created_at": None, "completed_at": None, "output": output}
+
+
+async def test_a_limit_leaves_the_response_incomplete(api: Api) -> None:
+    reply = (await respond(api, max_output_tokens=3)).json()
+    assert (reply["status"], reply["output"][0]["status"]) == ("incomplete", "incomplete")
+    assert reply["incomplete_details"] == {"reason": "max_output_tokens"} and reply["completed_at"] is None
+    last = stream_of(await respond(api, max_output_tokens=3, stream=True))[-1]
+    assert last["type"] == "response.incomplete"
+
+
+async def test_log_probabilities_are_those_of_the_text(make_api: MakeApi) -> None:
+    api = make_api(stops_at=6, tokens_per_delta=2)
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = (await respond(api, **fields)).json()["output"][0]["content"][0]["logprobs"]
+    assert len(whole) == 6 and len(whole[0]["top_logprobs"]) == 2
+    streamed = stream_of(await respond(api, **fields, stream=True))
+    deltas = [event["logprobs"] for event in streamed if event["type"] == "response.output_text.delta"]
+    assert [position for delta in deltas for position in delta] == whole
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_is_an_item_with_its_namespace(
+    agent: Api, writes: Writes, tokenizer: PreTrainedTokenizerFast, stream: bool
+) -> None:
+    writes(CALL.replace("weather", "sky.weather"))
+    tools = [{"type": "namespace", "name": "sky", "description": "Above.", "tools": [FUNCTION]}]
+    response = await respond(agent, tools=tools, stream=stream)
+    reply = stream_of(response)[-1]["response"] if stream else response.json()
+    (item,) = reply["output"]
+    assert (item["type"], item["name"], item["namespace"]) == ("function_call", "weather", "sky")
+    assert json.loads(item["arguments"]) == {"city": "Paris"} and item["status"] == "completed"
+    assert item["call_id"].startswith("call_") and item["id"].startswith("fc_")
+    prompt = prompt_of(agent, tokenizer)
+    assert '"sky.weather"' in prompt and "Above." in prompt
+    output = {"type": "function_call_output", "call_id": item["call_id"], "output": "sunny"}
+    await respond(agent, tools=tools, input=[{"role": "user", "content": "hello"}, item, output])
+    assert CALL.replace("weather", "sky.weather") in prompt_of(agent, tokenizer)
+
+
+async def test_a_custom_call_is_plain_text(agent: Api, writes: Writes) -> None:
+    writes('<tool_call>\n{"name": "run", "arguments": {"input": "print(\\"é\\")\\n"}}\n</tool_call>')
+    tools = [{"type": "custom", "name": "run"}]
+    streamed = stream_of(await respond(agent, tools=tools, stream=True))
+    (item,) = streamed[-1]["response"]["output"]
+    assert (item["type"], item["input"]) == ("custom_tool_call", 'print("é")\n')
+    deltas = [event["delta"] for event in streamed if event["type"] == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == item["input"] and len(deltas) > 1
+    assert (await respond(agent, tools=tools)).json()["output"][0]["input"] == item["input"]
+
+
+@pytest.mark.parametrize("options", [{}, {"summary": "auto"}, {"effort": "low"}])
+async def test_reasoning_is_an_item_that_comes_back(
+    agent: Api, writes: Writes, tokenizer: PreTrainedTokenizerFast, options: dict[str, str]
+) -> None:
+    writes("<think>\nI see.\n</think>\n\nYes.")
+    fields = {"reasoning": options, "include": ["reasoning.encrypted_content"]}
+    reply = stream_of(await respond(agent, **fields, stream=True))[-1]["response"]
+    thought, answer = reply["output"]
+    (part,) = thought["summary" if "summary" in options else "content"]
+    assert part["text"].strip() == "I see." and answer["content"][0]["text"] == "Yes."
+    assert reply["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    sent_back = (thought, {**thought, "summary": [], "content": []}, {**thought, "encrypted_content": None})
+    for item in sent_back:
+        await respond(
+            agent, input=[{"role": "user", "content": "hello"}, item, answer, {"role": "user", "content": "?"}]
+        )
+        assert f"<think>\n{part['text']}\n</think>\nYes." in prompt_of(agent, tokenizer)
+    foreign = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAA=="}
+    assert (await respond(agent, input=[foreign, {"role": "user", "content": "?"}])).status_code == 200
+
+
+async def test_a_failure_ends_the_stream_with_the_response_up_to_there(make_api: MakeApi) -> None:
+    api = make_api(fail_at=5, error=ServingError("broken"))
+    response = await respond(api, stream=True)
+    *_, last = [json.loads(event) for event in events(response.text)]
+    assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "internal_error", "message": "broken"}
+    assert last["response"]["output"][0]["status"] == "in_progress"
+    assert refusal(await respond(api))[0] == 500
+
+
+async def test_tools_of_the_server_are_left_out_by_name(api: Api) -> None:
+    tools = [{"type": "web_search", "external_web_access": True}, {"type": "image_generation"}]
+    response = await respond(api, tools=tools)
+    assert response.headers["x-headway-ignored-tools"] == "web_search, image_generation"
+    assert response.headers["x-headway-ignored"] == "tools.0.external_web_access"
+    forced = await respond(api, tools=[{"type": "web_search"}], tool_choice={"type": "web_search"})
+    assert refusal(forced) == (400, "unsupported_parameter", "tool_choice")
+
+
+async def test_counts_are_those_of_the_prompt(agent: Api) -> None:
+    fields = {"input": [{"role": "user", "content": "hello"}], "instructions": "be kind", "tools": [FUNCTION]}
+    usage = (await respond(agent, **fields)).json()["usage"]
+    counted = await agent.post("/v1/responses/input_tokens", fields)
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": usage["input_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": "hello " * 4000}, "input"),
+        ({"temperature": 3}, "temperature"),
+        ({"model": "other"}, "model"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        ({"top_logprobs": 500}, "top_logprobs"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"tools": [{"type": "custom", "name": "c", "format": NO_REGEX}]}, "tools[0].format.definition"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{**FUNCTION, "parameters": {"type": "x"}}]}]},
+         "tools[0].tools[0].parameters"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "weather", "arguments": "[1"}]},
+         "input[0].arguments"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}}, "text.format.schema"),
+    ],
+)  # fmt: skip
+async def test_errors_name_the_field_of_the_request(agent: Api, fields: dict[str, Any], param: str) -> None:
+    response = await respond(agent, **fields)
+    assert refusal(response)[::2] == (404 if param == "model" else 400, param), response.text
