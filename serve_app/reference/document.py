@@ -106,7 +106,8 @@ class Schemas:
     def inline(self, kind: Any) -> JsonObject:
         """Return the schema of a type in full; those that it refers to are added."""
         schema = TypeAdapter(kind).json_schema(ref_template=_REF + "{model}", schema_generator=_Generator)
-        self.components |= schema.pop("$defs", {})
+        for name, definition in schema.pop("$defs", {}).items():
+            assert self.components.setdefault(name, definition) == definition, f"two types are named {name}"
         return schema
 
     def _named(self, schema: JsonObject) -> JsonObject:

@@ -19,7 +19,7 @@ from serve_app.protocols.messages.schema import (
     AnyBlock,
     AnyTool,
     Choice,
-    CustomTool,
+    DescribedTool,
     InputMessage,
     MessagesBody,
     PromptBody,
@@ -170,12 +170,12 @@ def _listed(ids: Sequence[str]) -> str:
 
 
 def _is_ignored(tool: AnyTool) -> bool:
-    return not isinstance(tool, CustomTool) and client_tool(tool.type) is None
+    return not isinstance(tool, DescribedTool) and client_tool(tool.type) is None
 
 
 def _function(tool: AnyTool) -> Fields:
     """Return a tool that the client runs as a chat's function."""
-    if isinstance(tool, CustomTool):
+    if isinstance(tool, DescribedTool):
         function = {"name": tool.name, "parameters": tool.input_schema, "strict": tool.strict}
         return {"type": "function", "function": function | {"description": tool.description}}
     known = client_tool(tool.type)

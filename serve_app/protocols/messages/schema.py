@@ -157,7 +157,7 @@ class InputMessage(StrictBody):
         return blocks
 
 
-class CustomTool(StrictBody):
+class DescribedTool(StrictBody):
     """Tool that the client describes and runs."""
 
     type: Literal["custom"] = "custom"
@@ -185,7 +185,7 @@ def _tool_kind(tool: object) -> str:
 
 
 AnyTool = Annotated[
-    Annotated[CustomTool, Tag("<custom>")] | Annotated[TypedTool, Tag("<typed>")], Discriminator(_tool_kind)
+    Annotated[DescribedTool, Tag("<custom>")] | Annotated[TypedTool, Tag("<typed>")], Discriminator(_tool_kind)
 ]
 
 
@@ -276,7 +276,7 @@ MESSAGES_LEVEL = level_of(
     without=("context_management", "service_tier"),
     system=_TEXTS,
     messages=level_of(InputMessage, content=level_of(*_BLOCK_SCHEMAS, content=_TEXTS)),
-    tools=level_of(CustomTool, TypedTool),
+    tools=level_of(DescribedTool, TypedTool),
     tool_choice=level_of(Choice),
     thinking=level_of(Thinking, without=("budget_tokens", "display")),
     output_config=level_of(OutputConfig),
@@ -284,6 +284,6 @@ MESSAGES_LEVEL = level_of(
 )
 """Fields that have an effect, or are known to have none that a client could miss."""
 OPEN_MESSAGES = (
-    *_BLOCK_SCHEMAS, MessagesBody, PromptBody, InputMessage, CustomTool, Choice, Thinking, OutputConfig, Metadata,
+    *_BLOCK_SCHEMAS, MessagesBody, PromptBody, InputMessage, DescribedTool, Choice, Thinking, OutputConfig, Metadata,
 )  # fmt: skip
 """Schemas of the objects in which unknown fields are ignored."""

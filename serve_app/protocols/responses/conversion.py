@@ -25,7 +25,7 @@ from serve_app.protocols.responses.items import (
     FunctionCall,
     FunctionCallOutput,
     Item,
-    Message,
+    ItemMessage,
     Reasoning,
 )
 from serve_app.protocols.responses.reply import ReplyOptions, ResponseFormat
@@ -129,10 +129,10 @@ class Messages:
             InvalidRequest: it is the output of a call that is not there.
         """
         match item:
-            case Message(role="assistant", content=text):
+            case ItemMessage(role="assistant", content=text):
                 turn = self._answer(place, before=("tool_calls", "content"))
                 turn["content"] = text
-            case Message(role=role, content=text):
+            case ItemMessage(role=role, content=text):
                 self._begin({"role": role, "content": text}, place)
             case Reasoning():
                 text = _reasoning_text(item)
@@ -185,9 +185,9 @@ def messages_of(body: ResponsesBody) -> Messages:
     """
     messages = Messages()
     if body.instructions:
-        messages.add(Message(role="system", content=body.instructions), "instructions")
+        messages.add(ItemMessage(role="system", content=body.instructions), "instructions")
     if isinstance(body.input, str):
-        messages.add(Message(role="user", content=body.input), "input")
+        messages.add(ItemMessage(role="user", content=body.input), "input")
     else:
         for index, item in enumerate(body.input):
             messages.add(item, f"input[{index}]")

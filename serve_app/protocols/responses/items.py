@@ -84,7 +84,7 @@ MessageText = Annotated[
 OutputOfTool = Annotated[str, BeforeValidator(_joined("input_text"), json_schema_input_type=str | list[InputText])]
 
 
-class Message(StrictBody):
+class ItemMessage(StrictBody):
     """Turn of a conversation."""
 
     type: Literal["message"] = "message"
@@ -153,7 +153,7 @@ class Reasoning(StrictBody):
     """Text that this server wrote, read where the item has no other; that of other servers is not used."""
 
 
-ITEMS = (Message, FunctionCall, FunctionCallOutput, CustomToolCall, CustomToolCallOutput, Reasoning)
+ITEMS = (ItemMessage, FunctionCall, FunctionCallOutput, CustomToolCall, CustomToolCallOutput, Reasoning)
 PARTS = (InputText, OutputText, Refusal, SummaryText, ReasoningText)
 
 
@@ -164,7 +164,7 @@ def _kind(value: object) -> str | None:
 
 
 Item = Annotated[
-    Annotated[Message, Tag("<message>")]
+    Annotated[ItemMessage, Tag("<message>")]
     | Annotated[FunctionCall, Tag("<function_call>")]
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
     | Annotated[CustomToolCall, Tag("<custom_tool_call>")]

@@ -15,7 +15,7 @@ from serve_app.openai.request.unknown_fields import CHAT_LEVEL, Level, level_of
 from serve_app.protocols.responses.items import ITEMS, PARTS, Item
 
 
-class FunctionTool(StrictBody):
+class FlatFunction(StrictBody):
     """Function that the model may call."""
 
     type: Literal["function"]
@@ -63,7 +63,7 @@ class NamespaceTool(StrictBody):
     description: str | None = None
     tools: list[
         Annotated[
-            Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")],
+            Annotated[FlatFunction, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")],
             Discriminator(lambda value: "<custom>" if _type_of(value) == "custom" else "<function>"),
         ]
     ]
@@ -94,7 +94,7 @@ def _tag(*known: str) -> Any:
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")]
+    Annotated[FlatFunction, Tag("<function>")]
     | Annotated[CustomTool, Tag("<custom>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
     | Annotated[ForeignTool, Tag("<foreign>")],
@@ -224,7 +224,7 @@ REFUSED: Mapping[str, str] = {
 }
 """Fields of other requests and of a server that stores, with what to do."""
 
-_TOOLS = level_of(FunctionTool, CustomTool, NamespaceTool, tools=level_of(FunctionTool, CustomTool))
+_TOOLS = level_of(FlatFunction, CustomTool, NamespaceTool, tools=level_of(FlatFunction, CustomTool))
 _ITEMS = level_of(*ITEMS, content=level_of(*PARTS), summary=level_of(*PARTS), output=level_of(*PARTS))
 RESPONSES_LEVEL = Level(
     CHAT_LEVEL.names.union(ResponsesBody.model_fields, RESPONSES_IGNORED, REFUSED),
@@ -239,7 +239,7 @@ RESPONSES_LEVEL = Level(
 )
 """Fields that are known, if only to be refused."""
 OPEN_RESPONSES = (
-    *ITEMS, *PARTS, ResponsesBody, FunctionTool, CustomTool, NamespaceTool, ForeignTool, TextOptions, ReasoningOptions,
+    *ITEMS, *PARTS, ResponsesBody, FlatFunction, CustomTool, NamespaceTool, ForeignTool, TextOptions, ReasoningOptions,
     NamedTool, AllowedTools,
 )  # fmt: skip
 """Schemas of the objects in which unknown fields are ignored."""

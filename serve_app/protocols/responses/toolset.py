@@ -13,8 +13,8 @@ from serve_app.protocols.responses.custom_input import input_schema
 from serve_app.protocols.responses.schema import (
     AllowedTools,
     CustomTool,
+    FlatFunction,
     ForeignTool,
-    FunctionTool,
     InputGrammar,
     NamedTool,
     NamespaceTool,
@@ -58,7 +58,7 @@ class Toolset:
     ignored: list[str] = field(default_factory=list)
     """Types of the tools that this server cannot run."""
 
-    def add(self, tool: FunctionTool | CustomTool, place: str, namespace: NamespaceTool | None = None) -> None:
+    def add(self, tool: FlatFunction | CustomTool, place: str, namespace: NamespaceTool | None = None) -> None:
         """Add a tool that stands at a place of the request.
 
         Raises:
@@ -72,7 +72,7 @@ class Toolset:
         if namespace is not None and tool is namespace.tools[0]:
             texts.insert(0, namespace.description)
         function: JsonObject = {"name": name, "description": "\n\n".join(filter(None, texts)) or None}
-        if isinstance(tool, FunctionTool):
+        if isinstance(tool, FlatFunction):
             function |= {"parameters": tool.parameters, "strict": tool.strict}
         else:
             has_grammar = isinstance(tool.format, InputGrammar)
@@ -102,7 +102,7 @@ def toolset_of(tools: Sequence[Tool]) -> Toolset:
             case NamespaceTool(tools=inner):
                 for number, member in enumerate(inner):
                     toolset.add(member, f"tools[{index}].tools[{number}]", tool)
-            case FunctionTool() | CustomTool():
+            case FlatFunction() | CustomTool():
                 toolset.add(tool, f"tools[{index}]")
     return toolset
 
