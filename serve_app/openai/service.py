@@ -44,7 +44,7 @@ from serve_app.openai.request.validation import (
     truncation_of,
     with_lowered_max_tokens,
 )
-from serve_app.openai.structured.chat_grammar import ChatDialect, callable_tools, chat_grammar
+from serve_app.openai.structured.chat_grammar import ChatDialect, callable_tools, chat_grammar, grammar_key
 from serve_app.openai.structured.output_grammar import GrammarChecker, OutputGrammar, output_grammar
 from serve_app.openai.tokenize.prompt_encoder import ChatTurns, PromptEncoder
 from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
@@ -384,7 +384,8 @@ class CompletionService:
         if not (body.offered_tools or body.has_constraint):
             return None
         dialect = ChatDialect(self._tokenizer.family, self._tokenizer.marker)
-        return await self._grammars.checked(partial(chat_grammar, body, dialect, prompt), owner)
+        key = grammar_key(body, dialect, prompt)
+        return await self._grammars.checked(partial(chat_grammar, body, dialect, prompt), owner, key)
 
     def _parser_factory(self, body: ChatBody, prompt: str, is_bound: bool) -> Callable[[], OutputParser] | None:
         """Return the factory of the choices' parsers; None if outputs have neither calls nor reasoning."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pydantic_core import to_json
+
 from replicas.errors import InvalidRequest
 from serve_app.openai.request.schema import ChatBody
 from serve_app.openai.request.tools import FunctionTool, NamedToolChoice
@@ -53,6 +55,12 @@ def chat_grammar(body: ChatBody, dialect: ChatDialect, prompt: str) -> OutputGra
         if is_required or answer is not None or any(tool.function.strict for tool in offered):
             raise InvalidRequest(f"`tools` cannot be enforced for this model: {error}", "tools") from None
         return None
+
+
+def grammar_key(body: ChatBody, dialect: ChatDialect, prompt: str) -> bytes:
+    """Return what the grammar of a chat's output is made of, but for the model; its size is that of the tools."""
+    parts = (body.offered_tools, body.tool_choice, body.response_format, body.structured_outputs)
+    return to_json([parts, body.parallel_tool_calls, thinking_of(dialect.family, prompt).name])
 
 
 def callable_tools(body: ChatBody) -> list[Tool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.formats import JsonObjectFormat, JsonSchemaFormat, StructuralTag, StructuredOutputs
 from serve_app.openai.request.schema import GenerationBody
 from serve_app.openai.structured.json_schema import Schema, enforceable_schema
+from serve_app.openai.tokenize.bounded_cache import BoundedCache
 from serve_app.openai.tokenize.worker_threads import SERVER, WorkerThreads
 
 MAX_COMPILATION_S = 10.0
@@ -35,6 +37,10 @@ _CHECK_HITS = "checked grammars that were compiled before"
 _CHECK_SIZE = "compiled grammars in the cache of the process that checks them"
 
 _NUM_THREADS = 2
+_MAX_CACHE_BYTES = 2**23
+"""Most bytes of the grammars that were checked, with what they are made of."""
+_ENTRY_BYTES = 512
+"""Bytes of such a grammar in addition to its text and what it is made of."""
 _ANY_OBJECT: Schema = {"type": "object"}
 
 
@@ -59,25 +65,31 @@ class GrammarChecker:
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._threads = WorkerThreads(_NUM_THREADS, "grammars")
+        self._checked_before: BoundedCache[bytes, OutputGrammar] = BoundedCache(_MAX_CACHE_BYTES)
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return the number of checks and the counts of the cache of compiled grammars."""
-        counts = self._compiler.counts()
+        counts, num_hits = self._compiler.counts(), self._checked_before.num_hits
         return (
-            Metric("headway:grammar_checks", _CHECKS, MetricKind.COUNTER, counts.num_requests),
-            Metric("headway:grammar_check_cache_hits", _CHECK_HITS, MetricKind.COUNTER, counts.num_hits),
+            Metric("headway:grammar_checks", _CHECKS, MetricKind.COUNTER, counts.num_requests + num_hits),
+            Metric("headway:grammar_check_cache_hits", _CHECK_HITS, MetricKind.COUNTER, counts.num_hits + num_hits),
             Metric("headway:grammar_check_cache_size", _CHECK_SIZE, MetricKind.GAUGE, counts.size),
         )
 
     async def checked(
-        self, make: Callable[[], OutputGrammar | None], owner: WorkOwner = SERVER
+        self, make: Callable[[], OutputGrammar | None], owner: WorkOwner = SERVER, key: bytes | None = None
     ) -> OutputGrammar | None:
         """Return the grammar that `make` returns, which can be compiled; None if it returns none.
+
+        `key` is what it is made of: one that was checked before is not made again. None: it is always made.
 
         Raises:
             InvalidRequest: as `make` raises, or the grammar cannot be compiled, or not in time.
             Overloaded: too much work waits, or all threads compile longer than that.
         """
+        known = None if key is None else self._checked_before.get(key)
+        if known is not None:
+            return known
         loop, limit, has_begun = asyncio.get_running_loop(), asyncio.timeout(MAX_COMPILATION_S), asyncio.Event()
 
         def begin() -> None:
@@ -91,13 +103,16 @@ class GrammarChecker:
 
         try:
             async with limit:
-                return await self._threads.run(check, owner)
+                grammar = await self._threads.run(check, owner)
         except TimeoutError:
             if not has_begun.is_set():
                 message = f"the grammars of other requests have been compiled for {MAX_COMPILATION_S:g} s"
                 raise Overloaded(message, MAX_COMPILATION_S, "preparation_wait") from None
             message = f"the grammar of the output takes more than {MAX_COMPILATION_S:g} s to compile; make it simpler"
             raise InvalidRequest(message) from None
+        if key is not None and grammar is not None:
+            self._checked_before.put(key, grammar, sys.getsizeof(key) + sys.getsizeof(grammar.grammar) + _ENTRY_BYTES)
+        return grammar
 
     def _checked(self, make: Callable[[], OutputGrammar | None]) -> OutputGrammar | None:
         grammar = make()

@@ -17,6 +17,7 @@ from serve_app.errors import shortened
 from serve_app.openai.request.conversation import NO_MESSAGES, MessageList
 from serve_app.openai.request.schema import ChatBody, EncodedPrompt, Prompt, TokenizeBody
 from serve_app.openai.request.validation import Truncation, prompt_too_long
+from serve_app.openai.tokenize.segments import segment_encoder
 from serve_app.openai.tools.detection import adapted, detect, probed
 from serve_app.openai.tools.families import GENERIC, ChatFamily, ToolList, family_named
 from serve_app.openai.tools.messages import prompt_messages
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _PROBE = "headway_probe"
+_TURNS = [
+    {"role": "user", "content": _PROBE},
+    {"role": "assistant", "content": _PROBE},
+    {"role": "user", "content": _PROBE},
+]
+_LONG_TEXT_CHARS = 4096
+"""Length from which a rendered conversation is encoded by segments, characters."""
 _RESERVED = frozenset({
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize",
@@ -122,6 +130,7 @@ class PromptEncoder:
         """Family of the chat template: the form of calls and reasoning."""
         if chat_template is not None:
             self._check_template(chat_template)
+        self._segments = segment_encoder(backend, lambda: self._probe(_TURNS, [])) if tokenizer.chat_template else None
 
     @classmethod
     def load(cls, model: str, tool_call_parser: str | None = None, chat_template: str | None = None) -> PromptEncoder:
@@ -138,8 +147,11 @@ class PromptEncoder:
         max_prompt_tokens: int | None,
         add_special_tokens: bool,
         truncation: Truncation | None = None,
+        tenant: str = "",
     ) -> EncodedPrompt:
         """Render a conversation with the model's chat template and encode it; the text is that before the truncation.
+
+        Of a long text, segments that `tenant` has sent before are not encoded again.
 
         Raises:
             InvalidRequest: the model has no chat template, its template refuses the messages or would leave some out,
@@ -148,7 +160,9 @@ class PromptEncoder:
         self._refuse_hopeless(turns, max_prompt_tokens)
         text = self._render(turns)
         self._refuse_oversized(text, "messages", max_prompt_tokens)
-        return replace(self._encode(text, add_special_tokens, truncation), text=text)
+        if self._segments is None or add_special_tokens or len(text) < _LONG_TEXT_CHARS:
+            return replace(self._encode(text, add_special_tokens, truncation), text=text)
+        return replace(self._encode(self._segments.encode(text, tenant), False, truncation), text=text)
 
     def encode_prompts(
         self,
@@ -225,7 +239,9 @@ class PromptEncoder:
     def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         return str(self.fast.apply_chat_template(messages, tokenize=False, **variables))
 
-    def _encode(self, prompt: Prompt, add_special_tokens: bool, truncation: Truncation | None) -> EncodedPrompt:
+    def _encode(
+        self, prompt: str | Sequence[int], add_special_tokens: bool, truncation: Truncation | None
+    ) -> EncodedPrompt:
         """Return the token ids, and the text unless it is cut."""
         token_ids: Sequence[int]
         if isinstance(prompt, str):

@@ -61,7 +61,8 @@ class PromptTokenizer:
             Overloaded: too much work waits.
             NoReplicaAvailable: the process that did the work has ended.
         """
-        work = partial(self._encoder.encode_chat, turns, max_prompt_tokens, add_special_tokens, truncation)
+        limits = max_prompt_tokens, add_special_tokens, truncation
+        work = partial(self._encoder.encode_chat, turns, *limits, owner.tenant)
         thread_bytes = 0 if turns.tools else _LONG_PROMPT_BYTES
         return await self._workers.run_by_size(work, owner, turns.messages.num_bytes, thread_bytes)
 

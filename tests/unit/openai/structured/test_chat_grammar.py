@@ -11,7 +11,7 @@ import pytest
 from replicas.errors import InvalidRequest
 from replicas.text.grammar import GrammarCompiler
 from serve_app.openai.request.schema import ChatBody
-from serve_app.openai.structured.chat_grammar import ChatDialect, chat_grammar
+from serve_app.openai.structured.chat_grammar import ChatDialect, chat_grammar, grammar_key
 from serve_app.openai.structured.output_grammar import OutputGrammar
 from serve_app.openai.tools.families import THINK, family_named
 from serve_app.openai.tools.shapes.shape import marker_of
@@ -80,6 +80,31 @@ def test_calls_and_answers_are_bound(fields: dict[str, Any], whole: list[str], n
     grammar = made(**fields)
     assert [text for text in whole if not is_whole(grammar, text)] == []
     assert [text for text in not_whole if is_whole(grammar, text)] == []
+
+
+def test_chats_with_other_grammars_have_other_keys() -> None:
+    both = [tool("weather", CITY), tool("other", OTHER)]
+    cases: list[dict[str, Any]] = [
+        {}, {"tools": both}, {"tools": both[:1]}, {"tools": both[::-1]}, {"tools": [tool("weather", OTHER)]},
+        {"tools": [tool("weather", CITY, strict=True)]}, {"tools": both, "tool_choice": "required"},
+        {"tools": both, "tool_choice": NAMED}, {"tools": both, "parallel_tool_calls": False},
+        {"tools": both, "response_format": ANSWER}, {"response_format": ANSWER}, {"structured_outputs": {"regex": "a"}},
+        {"prompt": f"{PROMPT}<think>", "reasons": True}, {"reasons": True},
+    ]  # fmt: skip
+    keys = []
+    for case in cases:
+        fields = {name: value for name, value in case.items() if name not in ("prompt", "reasons")}
+        body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "y"}], **fields})
+        family = replace(family_named("hermes"), reasoning=THINK if case.get("reasons") else None)
+        keys.append(grammar_key(body, ChatDialect(family, marker_of({})), case.get("prompt", PROMPT)))
+    assert len(set(keys)) == len(cases)
+    assert keys[1] == grammar_key(
+        ChatBody.model_validate(
+            {"model": "n", "messages": [{"role": "user", "content": "z"}], "tools": both, "seed": 1}
+        ),
+        ChatDialect(replace(family_named("hermes"), reasoning=None), marker_of({})),
+        f"other {PROMPT}",
+    )
 
 
 def test_a_chat_without_tools_and_format_is_free() -> None:

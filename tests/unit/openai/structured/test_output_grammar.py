@@ -210,3 +210,23 @@ async def test_a_grammar_whose_turn_comes_late_has_the_whole_limit_for_itself(
     assert not last.done()
     held.released["last"].set()
     assert await last == OutputGrammar("last", "field")
+
+
+async def test_a_grammar_that_was_checked_before_is_neither_made_nor_compiled_again() -> None:
+    checker, num_made = GrammarChecker(GrammarCompiler(DEMO)), 0
+
+    def make() -> OutputGrammar | None:
+        nonlocal num_made
+        num_made += 1
+        return made(structured_outputs={"regex": "a"})
+
+    first = await checker.checked(make, key=b"a")
+    assert await checker.checked(make, key=b"a") is first and num_made == 1
+    assert await checker.checked(make, key=b"b") == first and num_made == 2
+    await checker.checked(make)
+    assert num_made == 3
+    values = {metric.name: metric.value for metric in checker.metrics()}
+    assert (values["headway:grammar_checks"], values["headway:grammar_check_cache_hits"]) == (4, 3)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            await checker.checked(lambda: made(structured_outputs={"regex": "("}), key=b"(")
