@@ -86,12 +86,8 @@ def _replace(model: PreTrainedModel, name: str, weight: PackedGroups) -> None:
 
 
 def _plain(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of `config` without its quantization. `from_pretrained` writes to the config object it is given.
-
-    Of a model of text and images whose decoder takes the part for text, it is that part.
-    """
-    is_part = _class_of(config).config_class is config.sub_configs.get("text_config")
-    copied = copy.deepcopy(config.get_text_config() if is_part else config)
+    """Return a copy of `config` without its quantization. `from_pretrained` writes to the config object it is given."""
+    copied = copy.deepcopy(config)
     vars(copied).pop("quantization_config", None)
     return copied
 
