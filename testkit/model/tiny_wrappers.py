@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
-from testkit.model.tiny_checkpoints import VOCAB_SIZE, tiny_tokenizer
+from testkit.model.tiny_checkpoints import LAYER_TYPES, SHARED_KV, VOCAB_SIZE, tiny_tokenizer
 
 _VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32,
@@ -24,24 +24,21 @@ _TEXT: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "head_dim": 32,
     "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.15,
 }  # fmt: skip
-_SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+_SLIDING = {"sliding_window": 24, "layer_types": LAYER_TYPES}
 _GEMMA4: dict[str, Any] = {**_TEXT, **_SLIDING, "global_head_dim": 64, "vocab_size_per_layer_input": VOCAB_SIZE}
-_SHARED: dict[str, Any] = {
-    "num_hidden_layers": 6, "layer_types": 2 * _SLIDING["layer_types"], "num_kv_shared_layers": 3,
-    "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16,
-}  # fmt: skip
-_GEMMA3N: dict[str, Any] = {
-    **_TEXT, **_SLIDING, **_SHARED, "intermediate_size": [128] * 6, "laurel_rank": 8,
-    "activation_sparsity_pattern": [0.0] * 6,
-}  # fmt: skip
 _GEMMA4_VISION = {**_VISION, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 16}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_QWEN2_TEXT = {name: value for name, value in _TEXT.items() if name != "head_dim"}
 
 WRAPPERS: dict[str, dict[str, Any]] = {
-    "gemma3": {"text_config": {**_TEXT, **_SLIDING}, "vision_config": _VISION, "mm_tokens_per_image": 16},
-    "gemma4": {"text_config": _GEMMA4, "vision_config": _GEMMA4_VISION},
+    "gemma3": {
+        "text_config": {**_TEXT, **_SLIDING}, "vision_config": _VISION, "mm_tokens_per_image": 16,
+        "tie_word_embeddings": False,
+    },
+    "gemma4": {"text_config": _GEMMA4, "vision_config": _GEMMA4_VISION, "tie_word_embeddings": False},
     "gemma4-shared": {
-        "text_config": {**_GEMMA4, **_SHARED, "use_double_wide_mlp": True}, "vision_config": _GEMMA4_VISION,
+        "text_config": {**_GEMMA4, **SHARED_KV, "use_double_wide_mlp": True}, "vision_config": _GEMMA4_VISION,
+        "tie_word_embeddings": False,
     },
     "gemma4-experts": {
         "text_config": {
@@ -49,8 +46,8 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             "attention_k_eq_v": True, "num_global_key_value_heads": 1,
         },
         "vision_config": _GEMMA4_VISION,
+        "tie_word_embeddings": False,
     },
-    "gemma3n": {"text_config": _GEMMA3N},
     "mistral3": {
         "text_config": {**_TEXT, "model_type": "mistral"}, "vision_config": {**_VISION, "model_type": "pixtral"},
         "tie_word_embeddings": False,
@@ -59,11 +56,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "model_type": "ministral3"}, "vision_config": {**_VISION, "model_type": "pixtral"},
     },
     "qwen2_vl": {
-        "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+        "text_config": {**_QWEN2_TEXT, "rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
         "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
     },
     "qwen2_5_vl": {
-        "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+        "text_config": {**_QWEN2_TEXT, "rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
         "vision_config": {**_QWEN_VISION, "fullatt_block_indexes": [1]},
     },
     "qwen3_vl": {
@@ -74,11 +71,24 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "llava": {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _CLIP},
     "llava_next": {"text_config": {**_TEXT, "model_type": "mistral"}, "vision_config": _CLIP},
     "llava_onevision": {
-        "text_config": {**_TEXT, "model_type": "qwen2"}, "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
     },
     "internvl": {"text_config": {**_TEXT, "model_type": "qwen3"}, "vision_config": _VISION},
     "idefics3": {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _VISION},
     "smolvlm": {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _VISION},
+    "aya_vision": {
+        "text_config": {**_TEXT, "model_type": "cohere2", "sliding_window": 24},
+        "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
+    },
+    "cohere2_vision": {
+        "text_config": {**_TEXT, "model_type": "cohere2", "sliding_window": 24},
+        "vision_config": {**_VISION, "model_type": "siglip_vision_model"},
+    },
+    "exaone4_5": {
+        "text_config": {**_TEXT, "model_type": "exaone4", "sliding_window": 24}, "vision_config": _QWEN_VISION,
+    },
+    "gemma4_unified": {"text_config": _GEMMA4, "tie_word_embeddings": False},
     "lfm2_vl": {
         "text_config": {**_TEXT, "model_type": "lfm2", "layer_types": ["full_attention"] * 3},
         "vision_config": {**_VISION, "model_type": "siglip2_vision_model"},

@@ -60,5 +60,5 @@ class WeightReader:
         with self._lock:
             if tensor.file not in self._opened:
                 self._opened[tensor.file] = safe_open(tensor.file, framework="pt")
-        values: Tensor = self._opened[tensor.file].get_tensor(tensor.name)
-        return values
+        view: Tensor = self._opened[tensor.file].get_tensor(tensor.name)
+        return view.data  # A view refers to the mapped file, even after its numbers have been moved.

@@ -1,4 +1,4 @@
-"""Text part of checkpoints of text and images: the type of its decoder, and its weights. The module imports no torch."""
+"""Text part of checkpoints of text and images: its decoder's type and its weights. The module imports no torch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,15 @@ from collections.abc import Mapping
 from replicas.model.checkpoint.headers import StoredTensor
 
 WRAPPERS: Mapping[str, str | None] = {
-    "gemma3": None,
-    "gemma3n": None,
-    "gemma4": None,
-    "idefics3": None,
-    "internvl": None,
-    "lfm2_vl": None,
-    "llava": None,
-    "llava_next": None,
-    "llava_onevision": None,
-    "mistral3": None,
-    "qwen2_5_vl": "qwen2",
+    **dict.fromkeys((
+        "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "idefics3",
+        "internvl", "lfm2_vl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen3_5", "qwen3_5_moe",
+        "smolvlm",
+    )),
     "qwen2_vl": "qwen2",
-    "qwen3_5": None,
-    "qwen3_5_moe": None,
+    "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
-    "smolvlm": None,
-}
+}  # fmt: skip
 """Types of checkpoints whose text part is served alone, each with the type of its decoder.
 
 None: the decoder is that of the `text_config`. The others have positions in three dimensions, which are equal for text.

@@ -63,7 +63,8 @@ def replica_memory(directory: Path, model: ModelOptions, runner: RunnerOptions, 
         ModelLoadError: a file is missing or damaged.
     """
     config = json.loads((directory / "config.json").read_text())
-    config = config | (config.get("text_config") or {}) | {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
+    is_tied = config.get("tie_word_embeddings", True)
+    config |= (config.get("text_config") or {}) | {"tie_word_embeddings": is_tied}
     value_bytes = value_bytes_on_cpu(model.dtype)
     hidden = config.get("hidden_size") or config.get("n_embd") or 0
     inner = _largest(config.get("intermediate_size")) or 4 * hidden

@@ -234,8 +234,8 @@ class PromptEncoder:
     def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         if self._takes_parts:
             messages = [
-                message | {"content": _parts(message["content"])} if isinstance(message.get("content"), str) else message
-                for message in messages
+                turn | {"content": _parts(turn["content"])} if isinstance(turn.get("content"), str) else turn
+                for turn in messages
             ]
         return str(self.fast.apply_chat_template(messages, tokenize=False, **variables))
 
