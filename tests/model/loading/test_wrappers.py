@@ -1,16 +1,18 @@
 """The text part of checkpoints of text and images: it is served alone, and nothing else of them is read or kept."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from replicas.engine.config import EngineLimits
 from replicas.errors import UnsupportedModel
+from replicas.model.attention.cpp import CppAttention
 from replicas.model.attention.kv_cache import KVCache, bytes_per_block
 from replicas.model.checkpoint import lazy_weights
 from replicas.model.diagnosis import memory_of
@@ -21,10 +23,13 @@ from replicas.model.loading.memory import replica_memory
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint
+from testkit.model.compiled_kernels import need_kernels
 from testkit.model.engine_runs import (
     Sizes,
     build_engine,
+    check_equals_generate,
     load,
+    load_compiled,
     num_preemptions,
     random_prompts,
     reference_tokens,
@@ -32,6 +37,7 @@ from testkit.model.engine_runs import (
     run,
     tokens,
 )
+from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.model.tiny_wrappers import WRAPPERS, write_wrapper
 
@@ -108,6 +114,23 @@ def test_gemma_3n_under_the_names_of_its_wrapper(tmp_path: Path, read_names: lis
     loaded = load(tmp_path)
     assert not any(is_of_tower(name) for name in read_names)
     check_outputs(loaded, expected)
+
+
+def test_a_quantized_text_part_keeps_its_bits(tmp_path: Path) -> None:
+    need_kernels()
+    text = quantize_checkpoint(cached_checkpoint("llama"), tmp_path, METHODS["compressed-tensors W4A16"])
+    weights = {f"language_model.{name}": weight for name, weight in load_file(text / "model.safetensors").items()}
+    weights["vision_tower.weight"] = torch.ones(2, dtype=torch.int8)  # Without scales: read, it would be refused.
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((text / "config.json").read_text())
+    whole = {"model_type": "llava", "text_config": config, "tie_word_embeddings": False}
+    whole["quantization_config"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    loaded = load_compiled(tmp_path)
+    assert "kept in 4 bits" in loaded.weights
+    check_equals_generate(
+        build_engine(loaded, attention=CppAttention), text.parent / "dense", PROMPTS, NUM_OUTPUT_TOKENS
+    )
 
 
 @pytest.mark.parametrize("architecture", ["gemma3n_text-shared", "gemma4_text-shared"])
