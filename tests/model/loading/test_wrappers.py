@@ -18,7 +18,7 @@ from replicas.model.checkpoint import lazy_weights
 from replicas.model.diagnosis import memory_of
 from replicas.model.loading.check_model import check_model
 from replicas.model.loading.config import read_config
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loader import LoadedModel, longest_of
 from replicas.model.loading.memory import replica_memory
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.protocol import SamplingParams
@@ -38,7 +38,7 @@ from testkit.model.engine_runs import (
     tokens,
 )
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
-from testkit.model.tiny_checkpoints import write_checkpoint
+from testkit.model.tiny_checkpoints import tiny_config, write_checkpoint
 from testkit.model.tiny_wrappers import WRAPPERS, write_wrapper
 
 DAILY = ("gemma3", "gemma4-shared", "mistral3", "qwen2_vl", "qwen3_vl", "smolvlm")
@@ -153,6 +153,13 @@ def test_memory_is_that_of_the_text_part(tmp_path: Path) -> None:
     num_weights = sum(weight.numel() for name, weight in whole.named_parameters() if not is_of_tower(name))
     packed_output_layer = whole.get_input_embeddings().weight.numel()
     assert predicted.weights == 4 * (num_weights + packed_output_layer)
+    assert check_model(tmp_path).longest == 512
+
+
+def test_position_encoding_of_one_type_of_layers_bounds_the_length() -> None:
+    config = tiny_config("gemma3_text-window")
+    config.rope_parameters["full_attention"] |= {"rope_type": "longrope", "original_max_position_embeddings": 128}
+    assert longest_of(config) == 128
 
 
 def test_recurrent_layers_of_a_text_part_are_refused_by_name(tmp_path: Path) -> None:
