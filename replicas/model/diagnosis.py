@@ -17,8 +17,8 @@ from transformers import PretrainedConfig
 
 from replicas.errors import ModelLoadError
 from replicas.model.attention.cpp import CppAttention, can_attend
-from replicas.model.attention.kv_cache import AttentionLayer, bytes_per_token
-from replicas.model.attention.probe import dry_forward
+from replicas.model.attention.kv_cache import AttentionLayer, bytes_per_block
+from replicas.model.attention.probe import dry_forward, probe_shapes
 from replicas.model.attention.select import check_attention, choose_attention
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.kernel_build import KernelBuildError, built_library
@@ -27,6 +27,7 @@ from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.loader import LoadedModel, load_model, longest_of
 from replicas.model.loading.options import ModelOptions
+from replicas.model.loading.weights import model_without_values
 
 _BLOCK_SIZE = 16
 _READ_BYTES, _NUM_READS = 2**29, 8
@@ -84,7 +85,7 @@ def diagnose(checkpoint: str, model: str | None) -> Diagnosis:
     memory, fault = None, None
     if model is not None:
         try:
-            memory = _memory_of(read_config(model), dtype)
+            memory = memory_of(read_config(model), dtype)
         except ModelLoadError as error:
             fault = str(error)
     properties = torch.cuda.get_device_properties(device) if is_gpu else None
@@ -156,18 +157,23 @@ def _gpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
             yield KernelCheck(name, None)
 
 
-def _memory_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelMemory:
-    """Compute a model's memory from its config, for layers with equal heads."""
+def memory_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelMemory:
+    """Compute a model's memory from its config."""
     text = config.get_text_config(decoder=True)
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    layer = AttentionLayer(0, num_kv_heads, num_kv_heads, head_size, head_size, None, None, False)
-    plain, quantized = (
-        text.num_hidden_layers * bytes_per_token(layer, cache_dtype) for cache_dtype in (dtype, torch.int8)
-    )
+    layers = probe_shapes(model_without_values(config)) or _equal_layers(text)
+    plain, quantized = (bytes_per_block(layers, 1, cache_dtype) for cache_dtype in (dtype, torch.int8))
     counts = (value for name, value in text.to_dict().items() if name.startswith("n") and name.endswith("experts"))
     has_experts = any(isinstance(count, int) and count > 1 for count in counts)
     return ModelMemory(plain, quantized, choose_max_model_len(longest_of(config), None), has_experts)
+
+
+def _equal_layers(config: PretrainedConfig) -> tuple[AttentionLayer, ...]:
+    """Return the layers of a model whose code needs values, as if all had equal heads."""
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layer = AttentionLayer(0, num_kv_heads, num_kv_heads, head_size, head_size, None, None, False)
+    num_layers: int = config.num_hidden_layers
+    return (layer,) * num_layers
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ def vocab_size_of(model: str) -> int | None:
 def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     """Load the tokenizer of `model`, a directory or hub id, without running code that comes with the model.
 
+    A model of text and images may have its chat template in `chat_template.json`, where its processor looks for it.
+
     If the model has a tokenizer.json, only that file defines the tokenizer. transformers' classes for model families
     may split texts differently, and import torch into processes that do not need it. They are used only for models
     without a tokenizer.json.
@@ -52,10 +54,18 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     if model_file(model, "tokenizer.json") is not None:
-        return PreTrainedTokenizerFast.from_pretrained(model)
+        return _with_template(PreTrainedTokenizerFast.from_pretrained(model), model)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"the tokenizer of `{model}` has no `tokenizers` backend (tokenizer.json)")
+    return _with_template(tokenizer, model)
+
+
+def _with_template(tokenizer: PreTrainedTokenizerFast, model: str) -> PreTrainedTokenizerFast:
+    """Give a tokenizer without a chat template that of the model's processor, if it has one."""
+    path = None if tokenizer.chat_template else model_file(model, "chat_template.json")
+    if path is not None:
+        tokenizer.chat_template = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
     return tokenizer

@@ -28,6 +28,17 @@ _LATENT = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+SHARED_KV: dict[str, Any] = {
+    "head_dim": 32,
+    "num_hidden_layers": 6,
+    "layer_types": LAYER_TYPES * 2,
+    "num_kv_shared_layers": 3,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+"""Fields of a Gemma whose last three layers use the keys and values of earlier ones."""
 
 
 def _with(**changes: Any) -> dict[str, Any]:
@@ -45,6 +56,33 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma": _with(head_dim=32),
     "gemma2-window": _with(head_dim=32, sliding_window=24, attn_logit_softcapping=5.0),
     "gemma3_text-window": _with(head_dim=32, sliding_window=24, sliding_window_pattern=2),
+    "gemma3n_text-shared": _with(
+        **SHARED_KV,
+        intermediate_size=[128] * 6,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.5] * 3 + [0.0] * 3,
+    ),
+    "gemma4_text-window": _with(
+        head_dim=32,
+        global_head_dim=64,
+        sliding_window=24,
+        layer_types=LAYER_TYPES,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+    ),
+    "gemma4_text-shared": _with(**SHARED_KV, global_head_dim=64, use_double_wide_mlp=True),
+    "gemma4_text-experts": _with(
+        head_dim=32,
+        global_head_dim=64,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+        sliding_window=24,
+        layer_types=LAYER_TYPES,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+    ),
     "phi": _with(),
     "phi3": _with(pad_token_id=0),
     "phi3-window": _with(sliding_window=24, pad_token_id=0),

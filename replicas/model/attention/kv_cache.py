@@ -34,6 +34,8 @@ class AttentionLayer:
     window: int | None
     softcap: float | None
     has_sinks: bool
+    kv_source: int | None = None
+    """Index of the layer whose keys and values this one uses; None: it has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +119,13 @@ def _movable(numbers: Tensor) -> Tensor:
 class KVCache:
     """KV blocks of all layers of one model, in `dtype`; with 8 bits, int8 or float8_e4m3fn, they have scales.
 
-    Block 0 is scratch, for warm-up, measurements and padding. Sequences own blocks 1..num_blocks.
+    Block 0 is scratch, for warm-up, measurements and padding. Sequences own blocks 1..num_blocks. A layer that uses the
+    keys and values of another one has no cache of its own: it stores the same numbers in the same slots once more.
     """
 
     def __init__(
         self,
-        layers: Iterable[AttentionLayer],
+        layers: Sequence[AttentionLayer],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -138,14 +141,17 @@ class KVCache:
             shape = (num_blocks + 1, layer.num_kv_heads, block_size)
             return _zeros(shape, torch.float32, device) if self.is_quantized else None
 
-        self._layers = {
+        owners = {
             layer.index: LayerCache(
                 _zeros((num_blocks + 1, block_size, layer.num_kv_heads, layer.key_size), dtype, device),
                 _zeros((num_blocks + 1, block_size, layer.num_kv_heads, layer.value_size), dtype, device),
                 scales(layer),
                 scales(layer),
             )
-            for layer in layers
+            for layer in with_cache(layers)
+        }
+        self._layers = {
+            layer.index: owners[layer.index if layer.kv_source is None else layer.kv_source] for layer in layers
         }
 
     def __getitem__(self, layer: int) -> LayerCache:
@@ -157,9 +163,14 @@ def is_quantized(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1
 
 
+def with_cache(layers: Iterable[AttentionLayer]) -> list[AttentionLayer]:
+    """Return the layers that have keys and values of their own."""
+    return [layer for layer in layers if layer.kv_source is None]
+
+
 def bytes_per_block(layers: Iterable[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:
     """Return the size of one block over all layers, in bytes."""
-    return block_size * sum(bytes_per_token(layer, dtype) for layer in layers)
+    return block_size * sum(bytes_per_token(layer, dtype) for layer in with_cache(layers))
 
 
 def bytes_per_token(layer: AttentionLayer, dtype: torch.dtype) -> int:
@@ -170,7 +181,7 @@ def bytes_per_token(layer: AttentionLayer, dtype: torch.dtype) -> int:
 
 def num_tensors(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
     """Return the number of tensors of a cache."""
-    return len(layers) * (4 if is_quantized(dtype) else 2)
+    return len(with_cache(layers)) * (4 if is_quantized(dtype) else 2)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -34,10 +34,15 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.layers: list[AttentionLayer] = []
+        self._tensors: dict[tuple[object, ...], tuple[int, Tensor, Tensor]] = {}
+        """First layer that used the same keys and values. The tensors are kept, so no later one takes their memory."""
         self.extras: set[str] = set()
 
     def attend(self, call: AttentionCall) -> Tensor:
         num_tokens, num_query_heads, key_size = call.query.shape
+        source, *_ = self._tensors.setdefault(
+            (*_identity(call.key), *_identity(call.value)), (call.layer, call.key, call.value)
+        )
         self.layers.append(
             AttentionLayer(
                 index=call.layer,
@@ -48,10 +53,16 @@ class _Recorder:
                 window=call.window,
                 softcap=call.scoring.softcap,
                 has_sinks=call.scoring.sinks is not None,
+                kv_source=None if source == call.layer else source,
             )
         )
         self.extras |= call.extras
         return call.value.new_zeros(num_tokens, num_query_heads, call.value.shape[2])
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    """Return what two views of the same numbers have in common. A tensor without values has no address."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def refuse_config(config: PretrainedConfig) -> None:
@@ -66,8 +77,6 @@ def refuse_config(config: PretrainedConfig) -> None:
     unknown = set(getattr(text_config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     if unknown:
         raise UnsupportedModel(config.model_type, f"it has layers of type {', '.join(sorted(unknown))}")
-    if getattr(text_config, "num_kv_shared_layers", 0):
-        raise UnsupportedModel(config.model_type, "its layers share one another's keys and values")
 
 
 def probe_attention(model: PreTrainedModel, port: AttentionPort) -> tuple[AttentionLayer, ...]:

@@ -173,7 +173,7 @@ def _errors(
     """Yield the relative error of each layer, candidate and pass, the largest over all tokens."""
     num_blocks = -(-max(end for chunks in schedule for _, end in chunks) // spec.block_size)
     num_sequences = max(len(chunks) for chunks in schedule)
-    for layer in dict.fromkeys(replace(layer, index=0) for layer in spec.layers):
+    for layer in dict.fromkeys(replace(layer, index=0, kv_source=None) for layer in spec.layers):
         for candidate in candidates:
             tested, reference = (_new_cache(spec, layer, num_sequences * num_blocks, fill) for fill in (torch.nan, 0.0))
             for inputs, call in _calls(spec, layer, schedule, num_blocks):

@@ -25,6 +25,8 @@ class StoredTensor:
     """Tensor in a file."""
 
     file: Path
+    name: str
+    """Name in the file."""
     dtype: str
     """Name of its dtype in safetensors, such as BF16."""
     shape: tuple[int, ...]
@@ -89,7 +91,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         spans = {name: _span(name, entry) for name, entry in header.items()}
         data_begin = _LENGTH_BYTES + length
         tensors = {
-            name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data_begin + spans[name][0])
+            name: StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), data_begin + spans[name][0])
             for name, entry in header.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

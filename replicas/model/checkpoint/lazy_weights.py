@@ -42,7 +42,7 @@ class WeightReader:
     def lazy(self) -> dict[str, LazyWeight]:
         """Return all weights by name. Quantized ones are read as dense ones of the reader's dtype."""
         plain, quantized = self._weights.plain, self._weights.quantized
-        plain_weights = {name: LazyWeight(partial(self._read, name, tensor)) for name, tensor in plain.items()}
+        plain_weights = {name: LazyWeight(partial(self._read, tensor)) for name, tensor in plain.items()}
         return plain_weights | {
             name: LazyWeight(partial(self._read_dense, weight)) for name, weight in quantized.items()
         }
@@ -50,16 +50,15 @@ class WeightReader:
     def quantized(self, weight: QuantizedWeight) -> QuantizedLinear:
         """Read a quantized weight."""
         assert self._weights.quantization is not None
-        prefix = weight.name.removesuffix(weight.format.dense)
-        tensors = {suffix: self._read(prefix + suffix, tensor) for suffix, tensor in weight.parts.items()}
+        tensors = {suffix: self._read(tensor) for suffix, tensor in weight.parts.items()}
         return read_quantized(weight, tensors, self._weights.quantization)
 
     def _read_dense(self, weight: QuantizedWeight) -> Tensor:
         return shape_dense(weight, self.quantized(weight).dense(self._dtype))
 
-    def _read(self, name: str, tensor: StoredTensor) -> Tensor:
+    def _read(self, tensor: StoredTensor) -> Tensor:
         with self._lock:
             if tensor.file not in self._opened:
                 self._opened[tensor.file] = safe_open(tensor.file, framework="pt")
-        values: Tensor = self._opened[tensor.file].get_tensor(name)
-        return values
+        view: Tensor = self._opened[tensor.file].get_tensor(tensor.name)
+        return view.data  # A view refers to the mapped file, even after its numbers have been moved.

@@ -12,6 +12,7 @@ import math
 import mmap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +39,16 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def move_to_huge_pages(model: nn.Module) -> None:
-    """Move the parameters of `model` into one block of huge pages, in order.
+    """Move the parameters and buffers of `model` into one block of huge pages, in order.
+
+    A buffer that stayed a view of a mapped file would keep the whole file in memory.
 
     Parameters that share memory still share it afterwards. About `_MOST_FREED_BYTES` are held twice at any time: glibc
     keeps freed blocks of up to 32 MiB for itself until it is asked for them.
     """
     groups = _by_memory(
         parameter
-        for parameter in model.parameters()
+        for parameter in chain(model.parameters(), model.buffers())
         if parameter.device.type == "cpu" and parameter.is_contiguous() and parameter.nbytes > 0
     )
     memory = huge_zeros((sum(_room(same[0]) for same in groups),), torch.uint8)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from replicas.errors import ModelLoadError
+from replicas.model.attention.kv_cache import with_cache
 from replicas.model.attention.probe import probe_shapes
 from replicas.model.hardware.limits import unshared_bytes
 from replicas.model.loading.config import read_config
@@ -34,8 +35,9 @@ def check_model(directory: Path) -> ModelFacts:
     del tokenizer
     if layers is None:
         return ModelFacts(process_bytes, longest_of(config))
-    kv_numbers = sum(layer.num_kv_heads * (layer.key_size + layer.value_size) for layer in layers)
-    return ModelFacts(process_bytes, longest_of(config), kv_numbers, sum(layer.num_kv_heads for layer in layers))
+    cached = with_cache(layers)
+    kv_numbers = sum(layer.num_kv_heads * (layer.key_size + layer.value_size) for layer in cached)
+    return ModelFacts(process_bytes, longest_of(config), kv_numbers, sum(layer.num_kv_heads for layer in cached))
 
 
 if __name__ == "__main__":

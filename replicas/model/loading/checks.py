@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from replicas.errors import ModelLoadError
 from replicas.model.checkpoint.formats import Quantization, Weights, find_weights, read_quantization
 from replicas.model.checkpoint.headers import read_headers
+from replicas.model.checkpoint.text_part import text_tensors
+
+_CONFIG = "config.json"
 
 
 def check_config(directory: Path) -> Quantization | None:
@@ -17,23 +21,31 @@ def check_config(directory: Path) -> Quantization | None:
     Raises:
         ModelLoadError: there is no config, it cannot be read, or there is no support for its quantization.
     """
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ModelLoadError(f"{directory} has no config.json")
-    try:
-        described = json.loads(path.read_text()).get("quantization_config")
-    except (ValueError, AttributeError) as error:
-        raise ModelLoadError(f"{path} is not a config: {error}") from error
+    config = _read_config(directory)
+    described = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not described:
         return None
     if not isinstance(described, dict):
-        raise ModelLoadError(f"{path} is not a config: its quantization_config is no object")
+        raise ModelLoadError(f"{directory / _CONFIG} is not a config: its quantization_config is no object")
     try:
         return read_quantization(described)
     except ModelLoadError as error:
         raise ModelLoadError(
             f"{directory} is quantized {error}. Choose the checkpoint before its quantization, or a GGUF file"
         ) from None
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / _CONFIG
+    if not path.is_file():
+        raise ModelLoadError(f"{directory} has no {_CONFIG}")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not a config: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("text_config") or {}, dict):
+        raise ModelLoadError(f"{path} is not a config: it, or its text_config, is no object")
+    return config
 
 
 def num_weights(directory: Path) -> int:
@@ -46,13 +58,13 @@ def num_weights(directory: Path) -> int:
 
 
 def read_weights(directory: Path) -> Weights:
-    """Return the weights of a checkpoint, without reading their values.
+    """Return the weights of a checkpoint, without reading their values; of text and images, those of the text part.
 
     Raises:
         ModelLoadError: a file is missing or not whole, or a quantized weight is not.
     """
     quantization = check_config(directory)
-    tensors = read_headers(directory)
+    tensors = text_tensors(read_headers(directory), _read_config(directory).get("model_type"))
     try:
         return find_weights(tensors, quantization)
     except ModelLoadError as error:
@@ -66,5 +78,5 @@ def shapes_digest(directory: Path) -> str:
         ModelLoadError: a file is missing or not whole.
     """
     tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_headers(directory).items())
-    config = (directory / "config.json").read_bytes()
+    config = (directory / _CONFIG).read_bytes()
     return hashlib.sha256(config + repr(tensors).encode()).hexdigest()

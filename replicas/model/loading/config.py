@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from replicas.errors import ModelLoadError, UnsupportedModel
+from replicas.model.checkpoint.text_part import WRAPPERS
 
 
 def read_config(model: str) -> PretrainedConfig:
-    """Read the config of a model, a directory or hub id.
+    """Read the config of a model, a directory or hub id. Of a model of text and images it is that of the text part.
 
     Raises:
         ModelLoadError: there is no config, or it cannot be read.
@@ -24,9 +25,30 @@ def read_config(model: str) -> PretrainedConfig:
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise ModelLoadError(f"cannot read the config of model {model!r}: {reason}") from error
-    _refuse(config)
-    _forget_unknown_padding(config)
-    return config
+    decoder_config = _text_part(config)
+    _refuse(config, decoder_config)
+    _forget_unknown_padding(decoder_config)
+    return decoder_config
+
+
+def _text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of the text part of one of the `WRAPPERS`; of another model, its own config."""
+    if config.model_type not in WRAPPERS:
+        return config
+    text_config = config.get_text_config(decoder=True)
+    decoder_type = WRAPPERS[config.model_type]
+    if decoder_type is not None:
+        fields = text_config.to_dict()
+        rope = fields.pop("rope_parameters", None) or {}
+        fields["rope_parameters"] = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+        text_config = CONFIG_MAPPING[decoder_type].from_dict(fields | {"model_type": decoder_type})
+    # transformers ties the weights of such a model by the outer config.
+    text_config.tie_word_embeddings = config.tie_word_embeddings
+    for name in ("eos_token_id", "quantization_config"):
+        value = getattr(config, name, None)
+        if value is not None:
+            setattr(text_config, name, value)
+    return text_config
 
 
 def _forget_unknown_padding(config: PretrainedConfig) -> None:
@@ -37,7 +59,7 @@ def _forget_unknown_padding(config: PretrainedConfig) -> None:
             part.pad_token_id = None
 
 
-def _refuse(config: PretrainedConfig) -> None:
+def _refuse(config: PretrainedConfig, decoder_config: PretrainedConfig) -> None:
     """Raise UnsupportedModel if no decoder of that architecture can be served."""
     # Imported here, since it takes seconds that the refusal of a broken config need not wait for.
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -45,5 +67,5 @@ def _refuse(config: PretrainedConfig) -> None:
     from replicas.model.attention.probe import refuse_config
 
     refuse_config(config)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(decoder_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(config.model_type, "transformers has no decoder of that type")

@@ -302,10 +302,12 @@ def longest_of(config: PretrainedConfig) -> int | None:
     text_config = config.get_text_config(decoder=True)
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None) or {}
-    if longest is not None and rope.get("rope_type") in LENGTH_DEPENDENT_ENCODINGS:
-        # Beyond the original length these encodings change the rotation of every position in the forward pass: one
-        # long sequence would change the other sequences of its batch.
-        longest = min(longest, rope.get("original_max_position_embeddings") or longest)
+    # Some models have an encoding for each type of layer.
+    for encoding in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if longest is not None and encoding.get("rope_type") in LENGTH_DEPENDENT_ENCODINGS:
+            # Beyond the original length these encodings change the rotation of every position in the forward pass: one
+            # long sequence would change the other sequences of its batch.
+            longest = min(longest, encoding.get("original_max_position_embeddings") or longest)
     return longest
 
 

@@ -63,7 +63,8 @@ def replica_memory(directory: Path, model: ModelOptions, runner: RunnerOptions, 
         ModelLoadError: a file is missing or damaged.
     """
     config = json.loads((directory / "config.json").read_text())
-    config |= config.get("text_config") or {}
+    is_tied = config.get("tie_word_embeddings", True)
+    config |= (config.get("text_config") or {}) | {"tie_word_embeddings": is_tied}
     value_bytes = value_bytes_on_cpu(model.dtype)
     hidden = config.get("hidden_size") or config.get("n_embd") or 0
     inner = _largest(config.get("intermediate_size")) or 4 * hidden
@@ -116,7 +117,7 @@ def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, An
         if has_kernels and model.quantization != "int8" and is_kept(weight) and ".experts." not in weight.name
     ]
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in packed_weights)
-    if config.get("tie_word_embeddings") and "lm_head.weight" not in weights.plain:
+    if config["tie_word_embeddings"] and not {"lm_head.weight"} & (weights.plain.keys() | weights.quantized.keys()):
         dense += config.get("vocab_size", 0) * (config.get("hidden_size") or 0)
     layers: dict[str, list[QuantizedWeight]] = defaultdict(list)
     for weight in packed_weights:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,9 +72,8 @@ def _kept_linears(weights: Weights, config: PretrainedConfig) -> dict[str, Quant
     """Return the weights of linear layers in 4 or 8 bits with which the kernels compute, by name."""
     if not any(is_kept(weight) for weight in weights.quantized.values()):
         return {}
-    with torch.device("meta"):
-        model = _class_of(config)(_plain(config))
-    linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear}
+    modules = model_without_values(config).named_modules()
+    linears = {f"{name}.weight" for name, module in modules if type(module) is nn.Linear}
     return {name: weight for name, weight in weights.quantized.items() if name in linears and is_kept(weight)}
 
 
@@ -86,14 +85,22 @@ def _replace(model: PreTrainedModel, name: str, weight: PackedGroups) -> None:
 
 
 def _plain(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of `config` without its quantization. `from_pretrained` writes to the config object it is given.
-
-    Of a model of text and images whose decoder takes the part for text, it is that part.
-    """
-    is_part = _class_of(config).config_class is config.sub_configs.get("text_config")
-    copied = copy.deepcopy(config.get_text_config() if is_part else config)
+    """Return a copy of `config` without its quantization. `from_pretrained` writes to the config object it is given."""
+    copied = copy.deepcopy(config)
     vars(copied).pop("quantization_config", None)
     return copied
+
+
+def model_without_values(config: PretrainedConfig) -> PreTrainedModel:
+    """Build the model of `config` on torch's device `meta`, whose weights have shapes and no values.
+
+    Raises:
+        UnsupportedModel: transformers cannot build the model as a decoder.
+    """
+    register_attention()
+    with torch.device("meta"), _refusals(config):
+        model: PreTrainedModel = _class_of(config)._from_config(_plain(config), attn_implementation=ATTENTION_NAME)
+    return model
 
 
 def check_shapes(directory: Path, config: PretrainedConfig) -> PreTrainedModel:
@@ -128,7 +135,7 @@ def _build(
 ) -> PreTrainedModel:
     """Build transformers' model of `config` and fill it with the weights `state`; `device` None: on the CPU."""
     register_attention()
-    try:
+    with _refusals(config):
         loaded, report = _class_of(config).from_pretrained(
             None,
             config=_plain(config),
@@ -139,14 +146,21 @@ def _build(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with their names
         )
+    _refuse_gaps(model, report)
+    return loaded
+
+
+@contextlib.contextmanager
+def _refusals(config: PretrainedConfig) -> Iterator[None]:
+    """Turn the errors with which transformers refuses to build a model into `UnsupportedModel`."""
+    try:
+        yield
     except KeyError as error:
         if ATTENTION_NAME not in str(error):
             raise
         raise UnsupportedModel(config.model_type, "its code does not use transformers' attention interface") from error
     except ValueError as error:
         raise UnsupportedModel(config.model_type, f"transformers cannot build it as a decoder: {error}") from error
-    _refuse_gaps(model, report)
-    return loaded
 
 
 def _class_of(config: PretrainedConfig) -> Any:

@@ -126,6 +126,8 @@ class PromptEncoder:
             if vocab_size is None or token_id < vocab_size
         }
         """Ids of the added tokens that the model can generate, and which of them are special."""
+        self._takes_parts = False
+        self._takes_parts = not self._shows(_PROBE) and self._shows(_parts(_PROBE))
         self.family = self._family_of(tool_call_parser, self.added)
         """Family of the chat template: the form of calls and reasoning."""
         if chat_template is not None:
@@ -233,10 +235,22 @@ class PromptEncoder:
         if _PROBE not in text:
             raise ValueError(f"chat_template {name} leaves out a user's message; it must write `messages`")
 
+    def _shows(self, content: object) -> bool:
+        """Return True if the chat template writes the text of a user's message with this content."""
+        try:
+            return _PROBE in self._probe([{"role": "user", "content": content}], [])
+        except Exception:  # A template is a program of the model: it may raise anything.
+            return False
+
     def _probe(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         return self._apply_template(messages, tools=tools or None, add_generation_prompt=True)
 
     def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        if self._takes_parts:
+            messages = [
+                turn | {"content": _parts(turn["content"])} if isinstance(turn.get("content"), str) else turn
+                for turn in messages
+            ]
         return str(self.fast.apply_chat_template(messages, tokenize=False, **variables))
 
     def _encode(
@@ -274,6 +288,11 @@ class PromptEncoder:
 def encoder_of(model: str, tool_call_parser: str | None, chat_template: str | None = None) -> PromptEncoder:
     """Return this process's encoder of a model; it is loaded once."""
     return PromptEncoder.load(model, tool_call_parser, chat_template)
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    """Return a message's content as a list. Some templates of models for images write no other."""
+    return [{"type": "text", "text": text}]
 
 
 def _template(tokenizer: PreTrainedTokenizerFast, name: str) -> str:

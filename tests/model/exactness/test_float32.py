@@ -38,7 +38,15 @@ PROMPTS = random_prompts((5, 33, 60, 90))
 GREEDY = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=1.0, top_p=0.95, seed=7)
 WHOLE = Sizes(max_num_batched_tokens=512)
-ONE_OF_EACH_KIND = ("llama", "gpt2", "gemma2-window", "qwen3_moe", "gpt_oss-window", "deepseek_v3")
+ONE_OF_EACH_KIND = (
+    "llama",
+    "gpt2",
+    "gemma2-window",
+    "qwen3_moe",
+    "gpt_oss-window",
+    "deepseek_v3",
+    "gemma4_text-shared",
+)
 POISON = 2  # No random prompt has this token.
 POISONED_PROMPTS = random_prompts((9, 21, 35, 18, 50, 7), seed=8)
 # Of blocks of 4, the prompts take 49 and the finished sequences 65.

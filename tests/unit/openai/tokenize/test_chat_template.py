@@ -1,5 +1,6 @@
 """A chat template may be given as a file or by name; it is tried at the start, and a prompt is written with it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,26 @@ def test_a_name_chooses_one_of_the_models_templates(tokenizer: Any) -> None:
     assert text_of(encoder_with(tokenizer, "rag", own)) == "<user>hello<assistant>"
     with pytest.raises(ValueError, match="chat_template is 'tool'; it must be a file or one of default, rag"):
         encoder_with(tokenizer, "tool", own)
+
+
+@pytest.mark.parametrize("file", ["chat_template.json", "chat_template.jinja"])
+def test_a_model_for_images_has_the_template_of_its_processor(tokenizer: Any, tmp_path: Path, file: str) -> None:
+    fast = load_tokenizer(tokenizer.name_or_path)
+    fast.chat_template = None
+    fast.save_pretrained(tmp_path)
+    text = json.dumps({"chat_template": WRITTEN}) if file.endswith("json") else WRITTEN
+    (tmp_path / file).write_text(text)
+    assert text_of(PromptEncoder.load(str(tmp_path))) == "<user>hello<assistant>"
+
+
+@pytest.mark.parametrize("part", ["part.text", "part['text'] if part.type == 'text' else '<image>'"])
+def test_a_template_that_takes_lists_alone_gets_the_text_as_a_part(tokenizer: Any, tmp_path: Path, part: str) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text(
+        WRITTEN.replace("{{ message.content }}", f"{{% for part in message.content %}}{{{{ {part} }}}}{{% endfor %}}")
+    )
+    encoder = encoder_with(tokenizer, str(path))
+    assert text_of(encoder) == "<user>hello<assistant>"
 
 
 def test_another_process_writes_the_same_prompt(tokenizer: Any, tmp_path: Path) -> None:
