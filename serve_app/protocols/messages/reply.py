@@ -74,7 +74,8 @@ class MessageFormat(ChatReader):
         super().__init__(*chat)
         self.keep_alive: JsonObject | None = {"type": "ping"}
         self._blocks = ContentBlocks(self.head.id)
-        self._has_begun = False
+        self._cached_tokens: int | None = None
+        """Cached tokens at the begin of the message; a replica that continues it may have others. None: no begin."""
         self._ending: JsonObject = {}
 
     def opening(self, index: int) -> list[JsonObject]:
@@ -85,8 +86,8 @@ class MessageFormat(ChatReader):
         """Return a delta's events, without those that end the message."""
         delta, (choice,) = item.delta, self.choices
         events: list[JsonObject] = []
-        if not self._has_begun:
-            self._has_begun = True
+        if self._cached_tokens is None:
+            self._cached_tokens = delta.usage.cached_tokens
             events.append({"type": "message_start", "message": self._message(delta)})
         for event in self.parse(choice.events, delta):
             events += self._blocks.add(event)
@@ -97,7 +98,7 @@ class MessageFormat(ChatReader):
 
     def closing(self, fields: JsonObject, usage: JsonObject) -> list[JsonObject]:
         """Return the events that end the message."""
-        counts = self._usage(usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"])
+        counts = self._usage(usage["completion_tokens"])
         return [{"type": "message_delta", "delta": self._ending, "usage": counts}, {"type": "message_stop"}]
 
     def failure(self, error: JsonObject, code: str | None, message: str) -> list[JsonObject]:
@@ -122,14 +123,15 @@ class MessageFormat(ChatReader):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": self._usage(delta.usage.cached_tokens, delta.usage.completion_tokens),
+            "usage": self._usage(delta.usage.completion_tokens),
         }
 
-    def _usage(self, cached_tokens: int, output_tokens: int) -> JsonObject:
+    def _usage(self, output_tokens: int) -> JsonObject:
         """Return the counts; the prompt's tokens are those of the input and those read from the cache, together.
 
         Every prompt is cached without being asked, so that no tokens count as written to the cache.
         """
+        cached_tokens = self._cached_tokens or 0
         return {
             "input_tokens": len(self.prompt_token_ids) - cached_tokens,
             "cache_creation_input_tokens": 0,
