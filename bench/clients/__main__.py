@@ -24,6 +24,8 @@ from bench.serving import REAL, serving
 from testkit.model.scripted_checkpoint import write_scripted_checkpoint
 
 _LIMIT_S = 300.0
+_CONTEXT, _KV_CACHE_BYTES = 2**18, 2**32
+"""Context of the model, tokens, and its KV cache: agents' prompts have 50,000 tokens of a byte each, about."""
 _MARK = "OUTCOME "
 
 Outcome = dict[str, Any]
@@ -51,8 +53,9 @@ def main() -> int:
 def run_all(clients: list[Client]) -> dict[str, Outcome]:
     """Serve the scripted model and run the clients against it."""
     with tempfile.TemporaryDirectory(prefix="hw-clients-") as folder:
-        checkpoint = write_scripted_checkpoint(Path(folder) / MODEL, SCRIPTS)
-        with serving(REAL, {"model": checkpoint, "served_model_name": MODEL}) as served:
+        checkpoint = write_scripted_checkpoint(Path(folder) / MODEL, SCRIPTS, _CONTEXT)
+        options = {"model": checkpoint, "served_model_name": MODEL, "kv_cache_bytes": _KV_CACHE_BYTES}
+        with serving(REAL, options) as served:
             return run_at(f"{served.url}/v1", clients)
 
 

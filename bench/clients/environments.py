@@ -96,5 +96,10 @@ CLIENTS = (
     Client("autogen", "autogen_client.py", ("autogen-agentchat", "autogen-ext[openai]")),
     Client("crewai", "crewai_client.py", ("crewai",)),
     Client("semantic-kernel", "semantic_kernel_client.py", ("semantic-kernel",)),
+    Client("openai-responses", "openai_responses.py", ("openai", "pydantic")),
+    Client("openai-responses-node", "openai_responses_node.mjs", ("openai", "zod")),
+    Client("openai-agents-responses", "openai_agents_responses.py", ("openai-agents",)),
+    Client("litellm-responses", "litellm_responses.py", ("litellm", "mcp")),
+    Client("codex", "codex.mjs", ("@openai/codex-linux-x64@npm:@openai/codex@0.171.0-linux-x64",)),
     Client("outlines", "outlines_client.py", ("outlines[openai]",)),
 )

@@ -13,7 +13,7 @@ NAME = "clients"
 WAYS = ("text", "stream", "structured", "tools")
 GATE = (
     "openai-python", "openai-node", "openai-agents", "langchain", "pydantic-ai", "instructor", "litellm", "llama-index",
-    "ai-sdk",
+    "ai-sdk", "openai-responses", "openai-responses-node", "openai-agents-responses", "litellm-responses", "codex",
 )  # fmt: skip
 """Clients that the server must serve in all ways."""
 
@@ -24,7 +24,7 @@ result, and the answer). `python -m bench.clients` runs a small program for each
 tiny model with scripted answers. `python -m bench.clients.page > docs/clients.md` makes this page of the outcomes.
 
 A client takes the server's address as its base URL, such as `http://127.0.0.1:8000/v1`, and any API key where no key
-file is configured. Clients that speak to OpenAI's Responses API by default must be told to use chat completions.
+file is configured. Codex takes them as `base_url` of a provider with `wire_api = "responses"`.
 litellm needs the package `mcp` for tools. A dash: the client has no such feature.
 """
 

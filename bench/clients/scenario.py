@@ -14,6 +14,8 @@ GREETING = "Hello from Headway."
 WEATHER = "It is sunny in Paris, with 18 degrees."
 IN_ROME = "It is warm in Rome."
 IN_OSLO = "It is cold in Oslo."
+OF_HELPER = "The helper says hello."
+REPAIRED = "The sum was a difference. The file is repaired, and its test passes."
 
 SCENARIO: dict[str, Any] = {
     "model": MODEL,
@@ -28,7 +30,25 @@ SCENARIO: dict[str, Any] = {
     "called": {"question": "What is the weather in Rome?", "city": "Rome", "result": "21 degrees", "answer": IN_ROME},
     # For agents that have the steps written as text.
     "stepwise": {"question": "What is the weather in Oslo?", "city": "Oslo", "result": "-3 degrees", "answer": IN_OSLO},
-    "person": {"question": "Extract the person: Ada Lovelace.", "name": "Ada Lovelace", "ages": [36, 37, 38, 39]},
+    # For coding agents: a file to edit, and its test.
+    "coding": {
+        "question": "Repair calc.py and run its test.",
+        "name": "calc.py",
+        "files": {
+            "calc.py": "def add(a, b):\n    return a - b\n",
+            "test_calc.py": "from calc import add\n\nassert add(2, 3) == 5\nprint('5 is', 'the sum')\n",
+        },
+        "repaired": "def add(a, b):\n    return a + b\n",
+        "answer": REPAIRED,
+    },
+    # Codex's own prompt has words of other questions.
+    "codex": {
+        "greeting": "Greet me, Codex.",
+        "person": "Codex, read off who it is: Ada Lovelace.",
+        "task": "Mend calc.py and run its test.",
+    },
+    "handoff": {"question": "Ask the helper.", "agent": "Helper", "answer": OF_HELPER},
+    "person": {"question": "Extract the person: Ada Lovelace.", "name": "Ada Lovelace", "ages": [36, 37, 38, 39, 40]},
 }
 """Questions and answers that the programs get."""
 
@@ -61,5 +81,22 @@ SCRIPTS = (
     ),
     Script(_fields(next_thought="I know.", next_tool_name="finish", next_tool_args="{}"), ("-3 degrees",), rank=3),
     Script(_fields(reasoning="It is so.", answer=IN_OSLO), ("[[ ## reasoning ## ]]",), rank=4),
+    # Claude Code's tools.
+    Script(_call("Read", '{"file_path": "calc.py"}'), ("Repair calc.py",)),
+    Script(
+        _call("Edit", '{"file_path": "calc.py", "old_string": "a - b", "new_string": "a + b"}'),
+        ("def add(a, b)",),
+        rank=1,
+    ),
+    Script(_call("Bash", '{"command": "python3 test_calc.py"}'), ("has been updated",), rank=2),
+    # Codex's tools.
+    Script(GREETING, ("Greet me, Codex",), rank=3),
+    Script('{"name": "Ada Lovelace", "age": 40}', ("read off who it is",), rank=3),
+    Script(_call("exec_command", '{"cmd": "sed -i s/-/+/ calc.py && echo mended"}'), ("Mend calc.py",), rank=3),
+    Script(_call("exec_command", '{"cmd": "python3 test_calc.py"}'), ("echo mended",), rank=4),
+    Script(REPAIRED, ("5 is the sum",), rank=5),
+    # Agents that hand a conversation to another one.
+    Script(_call("transfer_to_helper", "{}"), ("Ask the helper",)),
+    Script(OF_HELPER, ('"assistant": "Helper"',), rank=1),
     Script(_call("final_result", '{"name": "Ada Lovelace", "age": 38}'), ("final_result",), rank=2),
 )
