@@ -99,7 +99,7 @@ class ResponseFormat(ChatReader):
             self._status = "completed" if is_whole else "incomplete"
 
     def _logprobs(self) -> list[JsonObject]:
-        """Return the log probabilities that no text has had yet; the reasoning's tokens, which come first, have none."""
+        """Return the log probabilities that no text has had yet, without those of the reasoning, which comes first."""
         num_hidden = max(0, self.num_reasoning_tokens - self._num_taken)
         self._num_taken += len(self._positions)
         positions, self._positions = self._positions[num_hidden:], []
