@@ -101,5 +101,10 @@ CLIENTS = (
     Client("langchain-anthropic", "langchain_anthropic_client.py", ("langchain", "langchain-anthropic")),
     Client("litellm-anthropic", "litellm_anthropic_client.py", ("litellm", "mcp")),
     Client("claude-code", "claude_code.mjs", ("@anthropic-ai/claude-code-linux-x64",)),
+    Client("openai-responses", "openai_responses.py", ("openai", "pydantic")),
+    Client("openai-responses-node", "openai_responses_node.mjs", ("openai", "zod")),
+    Client("openai-agents-responses", "openai_agents_responses.py", ("openai-agents",)),
+    Client("litellm-responses", "litellm_responses.py", ("litellm", "mcp")),
+    Client("codex", "codex.mjs", ("@openai/codex-linux-x64@npm:@openai/codex@0.171.0-linux-x64",)),
     Client("outlines", "outlines_client.py", ("outlines[openai]",)),
 )

@@ -14,6 +14,7 @@ GREETING = "Hello from Headway."
 WEATHER = "It is sunny in Paris, with 18 degrees."
 IN_ROME = "It is warm in Rome."
 IN_OSLO = "It is cold in Oslo."
+OF_HELPER = "The helper says hello."
 REPAIRED = "The sum was a difference. The file is repaired, and its test passes."
 
 SCENARIO: dict[str, Any] = {
@@ -40,7 +41,14 @@ SCENARIO: dict[str, Any] = {
         "repaired": "def add(a, b):\n    return a + b\n",
         "answer": REPAIRED,
     },
-    "person": {"question": "Extract the person: Ada Lovelace.", "name": "Ada Lovelace", "ages": [36, 37, 38, 39]},
+    # Codex's own prompt has words of other questions.
+    "codex": {
+        "greeting": "Greet me, Codex.",
+        "person": "Codex, read off who it is: Ada Lovelace.",
+        "task": "Mend calc.py and run its test.",
+    },
+    "handoff": {"question": "Ask the helper.", "agent": "Helper", "answer": OF_HELPER},
+    "person": {"question": "Extract the person: Ada Lovelace.", "name": "Ada Lovelace", "ages": [36, 37, 38, 39, 40]},
 }
 """Questions and answers that the programs get."""
 
@@ -82,5 +90,14 @@ SCRIPTS = (
     ),
     Script(_call("Bash", '{"command": "python3 test_calc.py"}'), ("has been updated",), rank=2),
     Script(REPAIRED, ("5 is the sum",), rank=3),
+    # Codex's tools.
+    Script(GREETING, ("Greet me, Codex",), rank=3),
+    Script('{"name": "Ada Lovelace", "age": 40}', ("read off who it is",), rank=3),
+    Script(_call("exec_command", '{"cmd": "sed -i s/-/+/ calc.py && echo mended"}'), ("Mend calc.py",), rank=3),
+    Script(_call("exec_command", '{"cmd": "python3 test_calc.py"}'), ("echo mended",), rank=4),
+    Script(REPAIRED, ("5 is the sum",), rank=5),
+    # Agents that hand a conversation to another one.
+    Script(_call("transfer_to_helper", "{}"), ("Ask the helper",)),
+    Script(OF_HELPER, ('"assistant": "Helper"',), rank=1),
     Script(_call("final_result", '{"name": "Ada Lovelace", "age": 38}'), ("final_result",), rank=2),
 )

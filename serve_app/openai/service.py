@@ -194,7 +194,7 @@ class CompletionService:
         requests = chat_requests(body, prompt, caller, card, self._rng, self._cache_salt(body, caller))
         requests = await self._constrained(body, requests, grammar, owner)
         head = self._head(caller, card, requests)
-        make_parser = self._parser_factory(body, text, is_bound=grammar is not None)
+        make_parser = self._parser_factory(body, text, caller, is_bound=grammar is not None)
         if make_parser is not None and self._tokenizer.marker_token_ids:
             visible = self._tokenizer.marker_token_ids
             requests = tuple(_with_params(generation, visible_special_token_ids=visible) for generation in requests)
@@ -387,14 +387,18 @@ class CompletionService:
         key = grammar_key(body, dialect, prompt)
         return await self._grammars.checked(partial(chat_grammar, body, dialect, prompt), owner, key)
 
-    def _parser_factory(self, body: ChatBody, prompt: str, is_bound: bool) -> Callable[[], OutputParser] | None:
+    def _parser_factory(
+        self, body: ChatBody, prompt: str, caller: Caller, is_bound: bool
+    ) -> Callable[[], OutputParser] | None:
         """Return the factory of the choices' parsers; None if outputs have neither calls nor reasoning."""
         family, tools = self._tokenizer.family, callable_tools(body)
         if not tools and family.reasoning is None:
             return None
         starts_in_reasoning = thinking_of(family, prompt) is Thinking.OPEN
         # Calls that a grammar binds are valid, so they may be shown before they are whole.
-        return partial(OutputParser, family, tools, self._rng, starts_in_reasoning, whole_calls=not is_bound)
+        # The ids of calls follow from that of the request: a repeated run gives the same ones.
+        rng = random.Random(caller.request_id)
+        return partial(OutputParser, family, tools, rng, starts_in_reasoning, whole_calls=not is_bound)
 
     async def _with_text(self, prompt: EncodedPrompt, owner: WorkOwner) -> EncodedPrompt:
         if prompt.text is not None:

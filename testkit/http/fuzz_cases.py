@@ -26,6 +26,23 @@ _VALUES: tuple[Any, ...] = (
     [{"role": "user", "content": [{"type": "image", "source": {}}]}], [{"role": "system", "content": [{}]}],
     [{"role": "user", "content": None}], [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}],
 )  # fmt: skip
+_INPUTS: tuple[Any, ...] = (
+    "the quick", [{"role": "user", "content": "the quick"}],
+    [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "the quick"}]},
+     {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
+     {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+     {"type": "function_call_output", "call_id": "c", "output": "1"}],
+    [{"type": "function_call_output", "call_id": "c", "output": "1"}], [{"type": "item_reference", "id": "x"}],
+    [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x", "namespace": "n"}],
+)  # fmt: skip
+"""Inputs of responses."""
+_RESPONSE_TOOLS: tuple[Any, ...] = (
+    [], [{"type": "function", "name": "f", "parameters": _SCHEMA}], [{"type": "web_search"}],
+    [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}]}],
+    [{"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a"+'}}],
+    [{"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark", "definition": "start: start"}}],
+)  # fmt: skip
+"""Tools of responses."""
 _FIELDS = (
     "model", "messages", "prompt", "prompts", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options",
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "logprobs", "top_logprobs", "echo",
@@ -35,6 +52,8 @@ _FIELDS = (
     "cache_salt", "best_of", "suffix", "return_token_ids", "chat_template_kwargs", "continue_final_message",
     "add_generation_prompt", "reasoning_effort", "callback_url", "tokens", "unknown_field", "skip_special_tokens",
     "add_special_tokens", "system", "stop_sequences", "thinking", "output_config", "context_management", "thread",
+    "add_special_tokens", "input", "instructions", "max_output_tokens", "include", "text", "reasoning",
+    "previous_response_id", "truncation", "max_tool_calls",
 )  # fmt: skip
 _HEADERS: Mapping[str, tuple[str, ...]] = {
     "x-headway-priority": ("interactive", "batch", "1", "-1", "urgent", "é", "x" * 300),
@@ -129,9 +148,12 @@ class FuzzCases:
         """Return a path and a small valid body for it."""
         common = {"model": self._model, "max_tokens": rng.randint(1, 8), "stream": rng.random() < 0.4}
         messages = [{"role": "user", "content": "the quick brown fox"}] * rng.randint(1, 3)
+        response = {"model": self._model, "max_output_tokens": rng.randint(1, 8), "tools": rng.choice(_RESPONSE_TOOLS)}
         job = {"model": self._model, "prompt": "the quick", "max_tokens": 3}
         return rng.choice((
             ("/v1/chat/completions", {**common, "messages": messages}),
+            ("/v1/responses", {**response, "input": rng.choice(_INPUTS), "stream": rng.random() < 0.4}),
+            ("/v1/responses/input_tokens", {"model": self._model, "input": rng.choice(_INPUTS)}),
             ("/v1/completions", {**common, "prompt": rng.choice(("the", [1, 2, 3], ["a", "b"], [[1], [2, 3]]))}),
             ("/v1/messages", {**common, "messages": _anthropic_turns(rng)}),
             ("/v1/messages/count_tokens", {"model": self._model, "messages": _anthropic_turns(rng)}),

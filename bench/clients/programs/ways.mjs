@@ -5,7 +5,7 @@ import { join } from "node:path";
 
 export const baseURL = process.env.HEADWAY_BASE_URL;
 const scenario = JSON.parse(process.env.HEADWAY_SCENARIO);
-export const { model, greeting, weather, person, coding } = scenario;
+export const { model, greeting, weather, person, coding, codex } = scenario;
 export const apiKey = "none";
 
 const cities = [];

@@ -120,7 +120,9 @@ class ResponseUsage(TypedDict):
 class ResponseFailure(TypedDict):
     """Reason why a response failed in its stream."""
 
-    code: str | None
+    code: Literal["server_error"]
+    type: str | None
+    """Code that the failure has in OpenAI's error object."""
     message: str
 
 

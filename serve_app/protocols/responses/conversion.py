@@ -144,7 +144,9 @@ class Messages:
                 self._add_call(item, arguments, place)
             case CustomToolCall(input=text):
                 self._add_call(item, input_arguments(text), place)
-            case FunctionCallOutput(call_id=call_id) | CustomToolCallOutput(call_id=call_id):
+            case FunctionCallOutput(call_id=None, name=str(name), namespace=namespace, output=text):
+                self._begin({"role": "user", "content": f"{function_name(name, namespace)}: {text}"}, place)
+            case FunctionCallOutput(call_id=str(call_id)) | CustomToolCallOutput(call_id=call_id):
                 if call_id not in self.call_ids:
                     param = f"{place}.call_id"
                     raise InvalidRequest(f"`{param}` is {shortened(call_id)}; no call before it has this id", param)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from serve_app.errors import shown
@@ -109,13 +109,22 @@ class FunctionCall(StrictBody):
 
 
 class FunctionCallOutput(StrictBody):
-    """Result of a function's call."""
+    """Result of a function's call, or of a function that the client has run by itself."""
 
     type: Literal["function_call_output"]
     id: str | None = None
     status: ItemStatus | None = None
-    call_id: NonEmptyText
+    call_id: NonEmptyText | None = None
+    """Call in an earlier item. Without one the output is a message of the user, after the function's name."""
+    name: NonEmptyText | None = None
+    namespace: NonEmptyText | None = None
     output: OutputOfTool
+
+    @model_validator(mode="after")
+    def _has_an_origin(self) -> FunctionCallOutput:
+        if self.call_id is None and self.name is None:
+            raise PydanticCustomError(INVALID, "has neither `call_id` nor `name`")
+        return self
 
 
 class CustomToolCall(StrictBody):

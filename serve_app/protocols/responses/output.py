@@ -151,8 +151,6 @@ class Output:
         self._encrypt = encrypt
         self._input: InputReader | None = None
         """Reader of the open custom call's input; None: the open item is another."""
-        self._logprobs: list[JsonObject] = []
-        """Log probabilities that no event has had yet."""
 
     @property
     def open(self) -> OutputItem | None:
@@ -160,14 +158,13 @@ class Output:
         return self.items[-1] if self.items and self.items[-1].status == "in_progress" else None
 
     def add(self, events: Sequence[Event], logprobs: Sequence[JsonObject] = ()) -> Iterator[JsonObject]:
-        """Add what is read of the output, and yield the events for the client; the text has the log probabilities."""
-        self._logprobs += logprobs
+        """Add what is read of the output, and yield the events for the client; its first text has log probabilities."""
         for event in events:
             match event:
                 case Content(text):
                     yield from self._within(MESSAGE, {"role": "assistant"})
-                    yield from self.items[-1].add(text, self._logprobs)
-                    self._logprobs = []
+                    yield from self.items[-1].add(text, logprobs)
+                    logprobs = ()
                 case Reasoning(text):
                     yield from self._within(self._reasoning, {"summary": []})
                     yield from self.items[-1].add(text)
@@ -177,9 +174,14 @@ class Output:
                     shown = text if self._input is None else self._input.add(text)
                     yield from self.items[-1].add(shown) if shown else ()
 
-    def finish(self, is_whole: bool) -> Iterator[JsonObject]:
-        """End the output and yield the events of its end; `is_whole` is False if it was cut off."""
+    def finish(self, is_whole: bool, logprobs: Sequence[JsonObject] = ()) -> Iterator[JsonObject]:
+        """End the output and yield the events of its end; `is_whole` is False if it was cut off.
+
+        The log probabilities are of tokens behind the last text.
+        """
         item = self.open
+        if item is not None:
+            item.logprobs += logprobs
         is_cut_call = item is not None and item.form.part is None and not self._has_whole_call(item)
         yield from self._end("completed" if is_whole and not is_cut_call else "incomplete")
 

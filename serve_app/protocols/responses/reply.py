@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replicas.protocol import FinishReason, TokenDelta
+from replicas.protocol import FinishReason, PositionLogprobs, TokenDelta
 from serve_app.openai.reply.chat_format import ChatReader
 from serve_app.openai.reply.fan_in import IndexedDelta
 from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.tools.shapes.calls import Content
 from serve_app.protocols.responses.output import Output
 from serve_app.protocols.responses.toolset import ToolName
 
@@ -46,8 +47,10 @@ class ResponseFormat(ChatReader):
         self._clock = clock
         self._output = Output(self.head.id, options.names, options.has_summary, options.encrypt)
         self._num_events = 0
-        self._num_positions = 0
-        """Output tokens with log probabilities so far."""
+        self._positions: list[PositionLogprobs] = []
+        """Log probabilities that no text has had yet."""
+        self._num_taken = 0
+        """Output tokens before those."""
         self._status = "in_progress"
 
     def opening(self, index: int) -> list[JsonObject]:
@@ -70,7 +73,8 @@ class ResponseFormat(ChatReader):
         """Return the last event of a stream that failed, with the response up to there."""
         opening = self.opening(0)
         self._status = "failed"
-        response = {**self._response(), "error": {"code": code, "message": message}}
+        # SDKs know few codes; the error's own one is its type.
+        response = {**self._response(), "error": {"code": "server_error", "type": code, "message": message}}
         return opening + self._numbered([{"type": "response.failed", "response": response}])
 
     def usage_details(self) -> JsonObject:
@@ -86,14 +90,20 @@ class ResponseFormat(ChatReader):
 
     def _read(self, delta: TokenDelta) -> Iterator[JsonObject]:
         events = self.parse(self.choices[0].events, delta)
-        # The reasoning's tokens come first, and have no log probabilities in the answer.
-        num_hidden = max(0, self.num_reasoning_tokens - self._num_positions)
-        self._num_positions += len(delta.logprobs)
-        yield from self._output.add(events, [self.position(position) for position in delta.logprobs[num_hidden:]])
+        self._positions += delta.logprobs
+        has_text = any(isinstance(event, Content) for event in events)
+        yield from self._output.add(events, self._logprobs() if has_text else ())
         if delta.finish_reason is not None:
             is_whole = delta.finish_reason is FinishReason.STOP
-            yield from self._output.finish(is_whole)
+            yield from self._output.finish(is_whole, self._logprobs())
             self._status = "completed" if is_whole else "incomplete"
+
+    def _logprobs(self) -> list[JsonObject]:
+        """Return the log probabilities that no text has had yet, without those of the reasoning, which comes first."""
+        num_hidden = max(0, self.num_reasoning_tokens - self._num_taken)
+        self._num_taken += len(self._positions)
+        positions, self._positions = self._positions[num_hidden:], []
+        return [self.position(position) for position in positions]
 
     def _numbered(self, events: Iterable[JsonObject]) -> list[JsonObject]:
         numbered = [{**event, "sequence_number": number} for number, event in enumerate(events, self._num_events)]

@@ -1,6 +1,8 @@
 """Responses: whole and streamed answers, tools, reasoning, errors and counts."""
 
+import asyncio
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from replicas.errors import ServingError
 from testkit.http.api import MODEL, REPLY, Api, MakeApi, card_of, events, refusal, scripted
+from testkit.http.response_events import checked_response, read_responses
+from testkit.limits import until
 from testkit.model.scripted_checkpoint import CHAT_TEMPLATE
 
 FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
@@ -44,6 +48,15 @@ def writes(agent: Api, tokenizer: PreTrainedTokenizerFast) -> Writes:
 def prompt_of(api: Api, tokenizer: PreTrainedTokenizerFast) -> str:
     """Return the prompt of the last request that the replica got."""
     return str(tokenizer.decode(api.replica.started[-1].prompt_token_ids))
+
+
+_PARTS = (
+    "Let me look.", " <b>{x}</b> ", CALL, f"{CALL}\n", "<tool_call>", "wörld 👋", "\n\n",
+    '<tool_call>\n{"name": "run", "arguments": {"input": "a \\"b\\" \\ud83d\\udc4b \\n"}}\n</tool_call>',
+    '<tool_call>\n{"name": "nobody"', '<tool_call>\n{"name": "run", "arguments": {"in',
+    '<tool_call>{"name": "weather", "arguments": {}}</tool_call>',
+)  # fmt: skip
+NUM_RUNS = 500
 
 
 async def respond(api: Api, **fields: Any) -> httpx.Response:
@@ -91,7 +104,7 @@ async def test_a_stream_ends_in_the_whole_response(make_api: MakeApi) -> None:
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
     """Return a response without what differs between two of one request."""
-    output = [{**item, "id": None} for item in response["output"]]
+    output = [{**item, "id": None, "call_id": None} for item in response["output"]]
     return {**response, "id": None, "created_at": None, "completed_at": None, "output": output}
 
 
@@ -169,7 +182,7 @@ async def test_a_failure_ends_the_stream_with_the_response_up_to_there(make_api:
     response = await respond(api, stream=True)
     *_, last = [json.loads(event) for event in events(response.text)]
     assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
-    assert last["response"]["error"] == {"code": "internal_error", "message": "broken"}
+    assert last["response"]["error"] == {"code": "server_error", "type": "internal_error", "message": "broken"}
     assert last["response"]["output"][0]["status"] == "in_progress"
     assert refusal(await respond(api))[0] == 500
 
@@ -210,3 +223,62 @@ async def test_counts_are_those_of_the_prompt(agent: Api) -> None:
 async def test_errors_name_the_field_of_the_request(agent: Api, fields: dict[str, Any], param: str) -> None:
     response = await respond(agent, **fields)
     assert refusal(response)[::2] == (404 if param == "model" else 400, param), response.text
+
+
+def random_text(rng: random.Random) -> str:
+    """Return what a model may write: reasoning, text and calls, whole ones and broken ones."""
+    thought = rng.choice(("", "", "<think>\nI see.\n</think>\n\n", "<think>", "<think>\nHm"))
+    return thought + "".join(rng.choices(_PARTS, k=rng.randint(0, 4)))
+
+
+def random_fields(rng: random.Random, num_tokens: int) -> dict[str, Any]:
+    """Return fields of a request whose answer has about so many tokens."""
+    fields: dict[str, Any] = {"tools": [FUNCTION, {"type": "custom", "name": "run"}]} if rng.random() < 0.8 else {}
+    if rng.random() < 0.3:
+        fields["reasoning"] = {"summary": "auto"}
+    if rng.random() < 0.3:
+        # Which tokens a whole answer's texts have is known only where there are no calls.
+        with_logprobs = [] if fields else ["message.output_text.logprobs"]
+        fields["include"] = ["reasoning.encrypted_content", *with_logprobs]
+    if rng.random() < 0.2:
+        fields["max_output_tokens"] = rng.randint(1, num_tokens + 1)
+    return fields
+
+
+async def cancelled(api: Api, number: int, fields: dict[str, Any]) -> httpx.Response:
+    """Return the stream of a response that is cancelled in its middle."""
+    replica = api.replica
+    replica.gate, replica.gate_at, request_id = asyncio.Event(), len(replica.script) // 2, f"request-{number}"
+    replica.num_deltas = 0
+    body = {"model": MODEL, "input": "hello", "stream": True, **fields}
+    streaming = asyncio.create_task(api.post("/v1/responses", body, x_request_id=request_id))
+    num_before = replica.gate_at // replica.tokens_per_delta
+    await until(lambda: replica.num_deltas >= num_before or streaming.done())
+    await api.post(f"/v1/requests/{request_id}/cancel", {})
+    replica.gate.set()
+    replica.gate = None
+    return await streaming
+
+
+async def test_the_events_of_random_responses_keep_their_order(agent: Api, writes: Writes) -> None:
+    rng, ends = random.Random(4), []
+    for number in range(NUM_RUNS):
+        replica = agent.replica
+        writes(random_text(rng) or "x")
+        replica.tokens_per_delta = rng.choice((1, 1, 2, 7))
+        replica.stop_reason = rng.choice((None, None, "stop!"))
+        replica.fail_at = rng.randrange(len(replica.script)) if rng.random() < 0.15 else None
+        fields = random_fields(rng, len(replica.script))
+        is_cancelled = replica.fail_at is None and rng.random() < 0.1
+        response = await (cancelled(agent, number, fields) if is_cancelled else respond(agent, stream=True, **fields))
+        if response.status_code != 200:
+            assert response.status_code == (499 if is_cancelled else 500), response.text
+            continue
+        stream = checked_response(read_responses(response.text))
+        ends.append(f"{stream.state} {(stream.response['error'] or {}).get('type')}")
+        if stream.state == "failed":
+            continue
+        whole = (await respond(agent, **fields)).json()
+        assert without_ids(whole) == without_ids(stream.response)
+    failures = {"failed internal_error", "failed request_aborted"}
+    assert {"completed None", "incomplete None", *failures} <= set(ends), set(ends)
