@@ -89,7 +89,6 @@ SCRIPTS = (
         rank=1,
     ),
     Script(_call("Bash", '{"command": "python3 test_calc.py"}'), ("has been updated",), rank=2),
-    Script(REPAIRED, ("5 is the sum",), rank=3),
     # Codex's tools.
     Script(GREETING, ("Greet me, Codex",), rank=3),
     Script('{"name": "Ada Lovelace", "age": 40}', ("read off who it is",), rank=3),
