@@ -196,6 +196,14 @@ async def test_tools_of_the_server_are_left_out_by_name(api: Api) -> None:
     assert refusal(forced) == (400, "unsupported_parameter", "tool_choice")
 
 
+async def test_keywords_that_are_not_enforced_have_their_place_in_the_request(agent: Api) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    namespace = {"type": "namespace", "name": "n", "tools": [{**FUNCTION, "parameters": parameters}]}
+    response = await respond(agent, tools=[{"type": "web_search"}, FUNCTION, namespace])
+    place = "/tools/2/tools/0/parameters/properties/a/uniqueItems"
+    assert response.headers["x-headway-not-enforced"] == place
+
+
 async def test_counts_are_those_of_the_prompt(agent: Api) -> None:
     fields = {"input": [{"role": "user", "content": "hello"}], "instructions": "be kind", "tools": [FUNCTION]}
     usage = (await respond(agent, **fields)).json()["usage"]
@@ -208,6 +216,7 @@ async def test_counts_are_those_of_the_prompt(agent: Api) -> None:
     [
         ({"input": "hello " * 4000}, "input"),
         ({"temperature": 3}, "temperature"),
+        ({"input": [{"role": "user", "content": "x"}] * 3000}, "input"),
         ({"model": "other"}, "model"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"top_logprobs": 500}, "top_logprobs"),
