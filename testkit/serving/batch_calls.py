@@ -11,6 +11,7 @@ import openai
 from testkit.serving.served import wait_for
 
 MODEL_NAME = "tiny-llama"
+_CHAT = "/v1/chat/completions"
 
 
 def chat_body(text: str = "the quick", **options: Any) -> dict[str, Any]:
@@ -19,22 +20,18 @@ def chat_body(text: str = "the quick", **options: Any) -> dict[str, Any]:
     return {"model": MODEL_NAME, "messages": [message], **defaults, **options}
 
 
-def line(custom_id: str, **options: Any) -> str:
+def line(custom_id: str, *, endpoint: str = _CHAT, **options: Any) -> str:
     body = chat_body(**options)
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body})
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": endpoint, "body": body})
 
 
 def upload(client: openai.OpenAI, *lines: str) -> Any:
     return client.files.create(file=("requests.jsonl", io.BytesIO("\n".join(lines).encode())), purpose="batch")
 
 
-def submit(client: openai.OpenAI, *lines: str, window: Any = "24h", **options: Any) -> Any:
-    return client.batches.create(
-        input_file_id=upload(client, *lines).id,
-        endpoint="/v1/chat/completions",
-        completion_window=window,
-        **options,
-    )
+def submit(client: openai.OpenAI, *lines: str, window: Any = "24h", endpoint: Any = _CHAT, **options: Any) -> Any:
+    file_id = upload(client, *lines).id
+    return client.batches.create(input_file_id=file_id, endpoint=endpoint, completion_window=window, **options)
 
 
 def look(client: openai.OpenAI, batch: Any) -> Any:
