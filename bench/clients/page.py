@@ -26,8 +26,8 @@ tiny model with scripted answers. `python -m bench.clients.page > docs/clients.m
 
 A client takes the server's address as its base URL, such as `http://127.0.0.1:8000/v1`, and any API key where no key
 file is configured. Codex takes them as `base_url` of a provider with `wire_api = "responses"`. Anthropic's clients take
-the address without `/v1`, Claude Code as `ANTHROPIC_BASE_URL`. It takes an unknown model's context for a million tokens:
-set `CLAUDE_CODE_AUTO_COMPACT_WINDOW` to the real number, at least 100000.
+the address without `/v1`, Claude Code as `ANTHROPIC_BASE_URL`. It takes an unknown model's context for a million
+tokens: set `CLAUDE_CODE_AUTO_COMPACT_WINDOW` to the real number, at least 100000.
 litellm needs the package `mcp` for tools. A dash: the client has no such feature.
 """
 

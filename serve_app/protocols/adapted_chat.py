@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -44,9 +44,18 @@ class AdaptedChat:
             UnknownModel, NoReplicaAvailable: as `CompletionService.chat`.
         """
         try:
-            return await service.chat(self.chat, caller, self.reply)
+            prepared = await service.chat(self.chat, caller, self.reply)
         except InvalidRequest as error:
             raise self._told(error) from None
+        return replace(prepared, not_enforced=tuple(map(self._renamed_pointer, prepared.not_enforced)))
+
+    def _renamed_pointer(self, pointer: str) -> str:
+        """Return a JSON pointer into the chat as one into the protocol's request."""
+        for path, name in self.names.items():
+            begin = _pointer_of(path)
+            if pointer.startswith(f"{begin}/"):
+                return _pointer_of(name) + pointer.removeprefix(begin)
+        return pointer
 
     async def num_prompt_tokens(self, service: CompletionService, caller: Caller) -> int:
         """Return the number of tokens of the prompt, as `CompletionService.num_prompt_tokens` does.
@@ -93,3 +102,8 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
         param = param.replace(inner, name) if inner.startswith(".") else param
     whole_path = rf"(?<![\w.]){re.escape(error.param)}(?![\w.\[])"
     return InvalidRequest(re.sub(whole_path, param, error.message), param, error.code)
+
+
+def _pointer_of(path: str) -> str:
+    """Return the path of a field as a JSON pointer."""
+    return "/" + _STEP.sub("/", path.replace("]", ""))

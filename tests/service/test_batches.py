@@ -73,6 +73,24 @@ def test_request_that_cannot_be_served_fails_alone(client: openai.OpenAI) -> Non
     assert failed["hot"]["body"]["error"]["param"] == "temperature"
 
 
+def test_lines_of_responses_are_answered_as_responses(client: openai.OpenAI) -> None:
+    endpoint = "/v1/responses"
+
+    def of_response(name: str, **fields: Any) -> str:
+        body = {"model": MODEL_NAME, "input": "hi", "max_output_tokens": 8, **fields}
+        return json.dumps({"custom_id": name, "method": "POST", "url": endpoint, "body": body})
+
+    tools = [{"type": "web_search"}]
+    lines = of_response("good", tools=tools, colour="red"), of_response("bad", previous_response_id="resp_1")
+    batch = ended(client, submit(client, *lines, endpoint=endpoint))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    response = results(client, batch.output_file_id)["good"]["response"]["body"]
+    assert (response["object"], response["usage"]["output_tokens"] > 0) == ("response", True)
+    assert response["warnings"] == ["ignored: colour", "ignored tool: web_search"]
+    failed = results(client, batch.error_file_id)["bad"]["response"]
+    assert (failed["status_code"], failed["body"]["error"]["param"]) == (400, "previous_response_id")
+
+
 def test_a_line_with_ignored_fields_is_served_and_names_them(client: openai.OpenAI) -> None:
     message = {"role": "user", "content": "hi", "cache_control": {"type": "ephemeral"}}
     batch = ended(client, submit(client, line("a", messages=[message], colour="red"), "\ufeff" + line("b")))

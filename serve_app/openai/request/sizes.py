@@ -90,10 +90,12 @@ def check_fields(fields: Mapping[str, object], limits: RequestLimits) -> None:
     Raises:
         InvalidRequest: naming the field, the limit and the value.
     """
-    messages, prompts = fields.get("messages"), fields.get("prompt")
-    if isinstance(messages, list) and len(messages) > limits.max_messages:
-        message = f"`messages` has {len(messages)} messages; at most {limits.max_messages} are accepted"
-        raise InvalidRequest(message, "messages")
+    for name, kind in (("messages", "messages"), ("input", "items")):
+        turns = fields.get(name)
+        if isinstance(turns, list) and len(turns) > limits.max_messages:
+            message = f"`{name}` has {len(turns)} {kind}; at most {limits.max_messages} are accepted"
+            raise InvalidRequest(message, name)
+    prompts = fields.get("prompt")
     # A list of numbers is one prompt.
     if isinstance(prompts, list) and len(prompts) > limits.max_prompts and type(prompts[0]) is not int:
         raise too_many_prompts(len(prompts), limits.max_prompts)

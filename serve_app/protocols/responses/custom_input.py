@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
-from lark.exceptions import LarkError
 from lark.grammar import Symbol
 from lark.lexer import Token
 from lark.load_grammar import load_grammar
@@ -20,6 +19,8 @@ from serve_app.protocols.responses.schema import CustomTool, InputGrammar
 
 FIELD = "input"
 """Only argument of the function that stands for a custom tool."""
+MAX_LARK_CHARS = 8_192
+"""Longest Lark grammar, characters: its reading takes some 20 ms for each 1,000."""
 MAX_PATTERN_CHARS = 65_536
 """Longest regular expression that a grammar may become, characters."""
 
@@ -28,6 +29,7 @@ _WHOLE = re.compile(
     r"""[^"\\]+|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"""
 )
 """Part of a JSON string that is whole by itself: half of a surrogate pair is not."""
+_OTHER_IMPORT = re.compile(r"%import(?!\s+common\s*\.)")
 _STRING = re.compile(r'"(.*)"(i?)', re.DOTALL)
 _REGEXP = re.compile(r"/(.*)/([imslux]*)", re.DOTALL)
 
@@ -41,7 +43,11 @@ def input_schema(tool: CustomTool, param: str) -> JsonObject:
     text: JsonObject = {"type": "string"}
     if isinstance(tool.format, InputGrammar):
         grammar = tool.format
-        pattern = grammar.definition if grammar.syntax == "regex" else _pattern_of(grammar.definition, param)
+        try:
+            pattern = grammar.definition if grammar.syntax == "regex" else _pattern_of(grammar.definition)
+        except Exception as error:  # Lark's loader may raise anything.
+            reason = str(error).strip().partition("\n")[0]
+            raise InvalidRequest(f"`{param}` cannot be enforced: {reason}", param) from None
         text |= {"description": f"Text of this {grammar.syntax} grammar:\n{grammar.definition}"}
         text |= {"pattern": f"^(?:{pattern})$"}
     return {"type": "object", "properties": {FIELD: text}, "required": [FIELD], "additionalProperties": False}
@@ -81,20 +87,21 @@ class InputReader:
         return self._text if self._begin is None else ""
 
 
-def _pattern_of(definition: str, param: str) -> str:
+@lru_cache(maxsize=64)
+def _pattern_of(definition: str) -> str:
     """Return the regular expression of a Lark grammar.
 
     Raises:
-        InvalidRequest: it is no such grammar, or recursive, or too long.
+        LarkError, ValueError: it is no such grammar, or recursive, or too long, or imports files.
     """
-    try:
-        grammar, _ = load_grammar(definition, param, [], False)  # type: ignore[no-untyped-call]
-        rules = {str(name): (parameters, tree) for name, parameters, tree, _ in grammar.rule_defs}
-        terminals = {str(name): tree for name, (tree, _) in grammar.term_defs}
-        return _Pattern(rules, terminals, grammar.ignore).of_rule("start")
-    except (LarkError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise InvalidRequest(f"`{param}` cannot be enforced: {reason}", param) from None
+    if len(definition) > MAX_LARK_CHARS:
+        raise ValueError(f"it has {len(definition)} characters; at most {MAX_LARK_CHARS} are accepted")
+    if _OTHER_IMPORT.search(definition):
+        raise ValueError("it imports another grammar than `common`")
+    grammar, _ = load_grammar(definition, "definition", [], False)  # type: ignore[no-untyped-call]
+    rules = {str(name): (parameters, tree) for name, parameters, tree, _ in grammar.rule_defs}
+    terminals = {str(name): tree for name, (tree, _) in grammar.term_defs}
+    return _Pattern(rules, terminals, grammar.ignore).of_rule("start")
 
 
 class _Pattern:
@@ -132,8 +139,6 @@ class _Pattern:
             self._open.append(name)
             self._patterns[name] = make()
             self._open.pop()
-        if len(self._patterns[name]) > MAX_PATTERN_CHARS:
-            raise ValueError(f"as a regular expression it has more than {MAX_PATTERN_CHARS} characters")
         return self._patterns[name]
 
     def _of_terminal(self, name: str) -> str:
@@ -145,9 +150,9 @@ class _Pattern:
         of = partial(self._of_tree, is_within_terminal=is_within_terminal)
         match tree:
             case Tree(data="expansions", children=options):
-                return f"(?:{'|'.join(map(of, options))})"
+                return f"(?:{_bounded('|'.join(map(of, options)))})"
             case Tree(data="expansion", children=parts):
-                return "".join(map(of, parts))
+                return _bounded("".join(map(of, parts)))
             case Tree(data="alias" | "value" | "literal", children=[inner, *_]):
                 return of(inner)
             case Tree(data="maybe", children=[inner]):
@@ -169,6 +174,13 @@ class _Pattern:
     def _around(self, pattern: str, is_within_terminal: bool) -> str:
         """Return a terminal's pattern with what may stand before and behind it."""
         return pattern if is_within_terminal else f"{self._between}{pattern}{self._between}"
+
+
+def _bounded(pattern: str) -> str:
+    """Return a pattern that is not too long."""
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise ValueError(f"as a regular expression it has more than {MAX_PATTERN_CHARS} characters")
+    return pattern
 
 
 def _literal(token: str) -> str:

@@ -182,10 +182,10 @@ class Output:
         item = self.open
         if item is not None:
             item.logprobs += logprobs
-        is_cut_call = item is not None and item.form.part is None and not self._has_whole_call(item)
-        yield from self._end("completed" if is_whole and not is_cut_call else "incomplete")
+        yield from self._end(is_whole)
 
-    def _has_whole_call(self, item: OutputItem) -> bool:
+    def _is_whole(self, item: OutputItem) -> bool:
+        """Return True if a call has all of its arguments."""
         if self._input is not None:
             return self._input.has_ended
         try:
@@ -205,19 +205,21 @@ class Output:
         self._input = InputReader() if name.is_custom else None
 
     def _begin(self, form: ItemForm, fields: JsonObject) -> Iterator[JsonObject]:
-        yield from self._end("completed")
+        yield from self._end(is_whole=True)
         index = len(self.items)
         self.items.append(OutputItem(form, f"{form.id_prefix}_{self._suffix}_{index}", index, fields))
         yield from self.items[-1].begin()
 
-    def _end(self, status: str) -> Iterator[JsonObject]:
+    def _end(self, is_whole: bool) -> Iterator[JsonObject]:
+        """End the open item, if there is one; a call tells by itself if it is whole."""
         item, reader = self.open, self._input
-        self._input = None
         if item is None:
             return
+        is_whole = self._is_whole(item) if item.form.part is None else is_whole
+        self._input = None
         rest = "" if reader is None else reader.finish()
         if rest:
             yield from item.add(rest)
         if self._encrypt is not None and item.form is self._reasoning:
             item.fields = {**item.fields, "encrypted_content": self._encrypt(item.text)}
-        yield from item.end(status)
+        yield from item.end("completed" if is_whole else "incomplete")

@@ -232,6 +232,9 @@ def test_the_grammar_of_a_custom_tool_is_enforced(
         ('begin: "x"', "no rule `start`"),
         ("start: X", "X"),
         (LONG, "more than"),
+        ("%import .secret.X\nstart: X", "imports another grammar"),
+        ("%import common.X.Y\nstart: Y", "cannot be enforced"),
+        (f"start: {'a ' * 5000}", "at most 8192"),
     ],
 )  # fmt: skip
 def test_a_grammar_that_is_no_regular_expression_is_refused(definition: str, reason: str) -> None:

@@ -19,6 +19,7 @@ from testkit.model.scripted_checkpoint import CHAT_TEMPLATE
 
 FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
 NO_REGEX = {"type": "grammar", "syntax": "regex", "definition": "("}
+USER = {"type": "message", "role": "user", "content": "hello"}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 Writes = Callable[[str], None]
@@ -196,6 +197,14 @@ async def test_tools_of_the_server_are_left_out_by_name(api: Api) -> None:
     assert refusal(forced) == (400, "unsupported_parameter", "tool_choice")
 
 
+async def test_keywords_that_are_not_enforced_have_their_place_in_the_request(agent: Api) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    namespace = {"type": "namespace", "name": "n", "tools": [{**FUNCTION, "parameters": parameters}]}
+    response = await respond(agent, tools=[{"type": "web_search"}, FUNCTION, namespace])
+    place = "/tools/2/tools/0/parameters/properties/a/uniqueItems"
+    assert response.headers["x-headway-not-enforced"] == place
+
+
 async def test_counts_are_those_of_the_prompt(agent: Api) -> None:
     fields = {"input": [{"role": "user", "content": "hello"}], "instructions": "be kind", "tools": [FUNCTION]}
     usage = (await respond(agent, **fields)).json()["usage"]
@@ -208,6 +217,7 @@ async def test_counts_are_those_of_the_prompt(agent: Api) -> None:
     [
         ({"input": "hello " * 4000}, "input"),
         ({"temperature": 3}, "temperature"),
+        ({"input": [{"role": "user", "content": "x"}] * 3000}, "input"),
         ({"model": "other"}, "model"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"top_logprobs": 500}, "top_logprobs"),
@@ -223,6 +233,40 @@ async def test_counts_are_those_of_the_prompt(agent: Api) -> None:
 async def test_errors_name_the_field_of_the_request(agent: Api, fields: dict[str, Any], param: str) -> None:
     response = await respond(agent, **fields)
     assert refusal(response)[::2] == (404 if param == "model" else 400, param), response.text
+
+
+_REQUIRED = {
+    "id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id",
+    "instructions", "output", "error", "tools", "truncation", "parallel_tool_calls", "text", "top_p", "tool_choice",
+    "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "usage", "max_output_tokens",
+    "max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier", "prompt_cache_key",
+}  # fmt: skip
+"""Fields that Open Responses requires of a response (openresponses.org)."""
+_NUMBERS = ("top_p", "presence_penalty", "frequency_penalty", "temperature", "top_logprobs", "created_at")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "written", "kind"),
+    [
+        ({}, "One two three.", "message"),
+        ({"input": [{"type": "message", "role": "system", "content": "Arr."}, USER]}, "Arr!", "message"),
+        ({"tools": [FUNCTION]}, CALL, "function_call"),
+        ({"input": [USER, {"type": "message", "role": "assistant", "content": "Hello!"}, USER]}, "Alice.", "message"),
+    ],
+)
+async def test_the_requests_of_the_open_specifications_tests(
+    agent: Api, writes: Writes, fields: dict[str, Any], written: str, kind: str, stream: bool
+) -> None:
+    writes(written)
+    response = await respond(agent, **{"input": [USER], **fields, "stream": stream})
+    reply = checked_response(read_responses(response.text)).response if stream else response.json()
+    assert reply.keys() >= _REQUIRED and (reply["status"], reply["output"][-1]["type"]) == ("completed", kind)
+    assert all(type(reply[name]) in (int, float) for name in _NUMBERS)
+    given = (
+        reply["tools"][0] if reply["tools"] else dict.fromkeys(("type", "name", "description", "parameters", "strict"))
+    )
+    assert {"type", "name", "description", "parameters", "strict"} <= given.keys()
 
 
 def random_text(rng: random.Random) -> str:

@@ -24,8 +24,10 @@ def test_sizes_give_the_length_rank_and_the_prefix_key():
         ({"prompt": [[1, 2, 3], [4]], "max_tokens": 5}, 14),
         ({"prompt": [1, 2, 3]}, 19),
         ({"prompt": "x", "max_tokens": 10**18}, 2**30),
+        ({"input": "x" * 400, "max_output_tokens": 5}, 105),
+        ({"input": [{"content": "x" * 399}, {"output": "x" * 400}], "instructions": "y" * 399}, 556),
     ],
-    ids=["choices", "prompts of ids", "default limit", "huge"],
+    ids=["choices", "prompts of ids", "default limit", "huge", "text of a response", "items of a response"],
 )
 def test_sizes_count_prompts_choices_and_limits(body, expected_tokens):
     assert size_of(body).expected_tokens == expected_tokens
