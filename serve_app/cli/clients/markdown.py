@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import termios
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -59,10 +61,30 @@ def answer_writer() -> Iterator[Callable[[str], None]]:
             yield write
         return
     view = MarkdownView(console)
+    with _without_echo():
+        try:
+            yield view.write
+        finally:
+            view.close()
+
+
+@contextmanager
+def _without_echo() -> Iterator[None]:
+    """Keep the keys that are typed out of the drawing; the next prompt shows them."""
     try:
-        yield view.write
+        is_in_foreground = os.tcgetpgrp(0) == os.getpgrp()  # another process must not change the terminal
+    except OSError:
+        is_in_foreground = False
+    if not is_in_foreground:
+        yield
+        return
+    before = termios.tcgetattr(0)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(0, termios.TCSADRAIN, silent)
+    try:
+        yield
     finally:
-        view.close()
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 class MarkdownView:

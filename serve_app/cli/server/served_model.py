@@ -25,7 +25,7 @@ def prepare_model(config: HeadwayConfig) -> HeadwayConfig:
         _print(f"{config.model_name} is a toy for tests; serve another model to use its answers.")
         return config
     try:
-        model = _directory_of(config.model)
+        model = directory_of(config.model)
     except DefaultModelUnavailable as error:
         if "model" in config.model_fields_set:
             raise
@@ -36,8 +36,12 @@ def prepare_model(config: HeadwayConfig) -> HeadwayConfig:
     return config.model_copy(update={"model": model, "served_model_name": names})
 
 
-def _directory_of(model: str) -> str:
-    """Return the directory of a model: a GGUF file is converted and a hub id downloaded, once each."""
+def directory_of(model: str) -> str:
+    """Return the directory of a model: a GGUF file is converted and a hub id downloaded, once each.
+
+    Raises:
+        ModelLoadError: it cannot be had.
+    """
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if path.is_file():
