@@ -36,8 +36,10 @@ def prepare_model(config: HeadwayConfig) -> HeadwayConfig:
     return config.model_copy(update={"model": model, "served_model_name": names})
 
 
-def directory_of(model: str) -> str:
+def directory_of(model: str, *, checks_all: bool = False) -> str:
     """Return the directory of a model: a GGUF file is converted and a hub id downloaded, once each.
+
+    With `checks_all` the hashes of files that were downloaded before are checked, too.
 
     Raises:
         ModelLoadError: it cannot be had.
@@ -51,9 +53,9 @@ def directory_of(model: str) -> str:
     directory = local_directory(model)
     if directory is not None:
         return str(directory)
-    from serve_app.models.cache import download  # only here, since its import takes a while
+    from serve_app.models.hub import download  # only here, since its import takes a while
 
-    return download(model)
+    return download(model, checks_all=checks_all)
 
 
 def _print(line: str) -> None:
