@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Self
 
@@ -37,15 +37,18 @@ def _display(console: Console, *columns: ProgressColumn) -> Progress:
 
 
 @contextmanager
-def working(text: str) -> Iterator[None]:
-    """Show `text` and the time that has passed on stderr until the block ends, if that is a terminal."""
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Show `text` and the time that has passed on stderr until the block ends, if that is a terminal.
+
+    The function that it gives shows another text.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield
+        yield lambda text: None
         return
     with spinner(console) as shown:
-        shown.add_task(text, total=None)
-        yield
+        task = shown.add_task(text, total=None)
+        yield lambda text: shown.update(task, description=text)
 
 
 class Transfers:

@@ -8,7 +8,6 @@ from pathlib import Path
 from serve_app.config import HeadwayConfig
 from serve_app.models.default_model import DefaultModelUnavailable
 from serve_app.models.local_models import local_checkpoint, local_directory
-from serve_app.models.progress import working
 from serve_app.preflight.checkpoint import check_checkpoint
 
 
@@ -48,8 +47,7 @@ def directory_of(model: str, *, checks_all: bool = False) -> str:
     if path.suffix == ".gguf":
         if path.is_file():
             _print(f"Reading {path.name}, which is converted to safetensors once ...")
-        with working("Converting ..."):
-            return local_checkpoint(model)
+        return local_checkpoint(model)
     directory = local_directory(model)
     if directory is not None:
         return str(directory)
