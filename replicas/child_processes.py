@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Self
 
@@ -16,6 +17,7 @@ START_TIMEOUT_VARIABLE = "HEADWAY_START_TIMEOUT_S"
 _START_TIMEOUT_S = 120.0
 _POLL_PERIOD_S = 0.25
 _MOST_SLOWNESS = 4.0
+_WATCHED_BYTES = 400
 
 
 class Stalled(Exception):
@@ -72,8 +74,11 @@ def run_child(
     cpu_limit_s: float | None = None,
     environment: Mapping[str, str] | None = None,
     output: int | IO[str] = subprocess.PIPE,
+    watch: Callable[[str], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; `step` is its name in errors, and `output` takes what it prints.
+
+    `watch` gets the end of its errors so far, several times a second.
 
     A process that computes, reads or writes makes progress. One that computes forever ends at `cpu_limit_s` seconds of
     processor time, which does not depend on the machine's other load.
@@ -82,13 +87,18 @@ def run_child(
         Stalled: it made no progress, or reached `cpu_limit_s`. It and its children have been killed.
     """
     progress = Progress(start_timeout_s())
-    with subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.PIPE, text=True) as child:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, env=environment, stdout=output, stderr=errors, text=True) as child,
+    ):
         process = psutil.Process(child.pid)
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
-                    out, errors = child.communicate(timeout=_POLL_PERIOD_S)
-                    return subprocess.CompletedProcess(command, child.returncode, out or "", errors)
+                    out, _ = child.communicate(timeout=_POLL_PERIOD_S)
+                    return subprocess.CompletedProcess(command, child.returncode, out or "", _end_of(errors, None))
+                if watch is not None:
+                    watch(_end_of(errors, _WATCHED_BYTES))
                 cpu_s, num_bytes = work_of(process)
                 progress.note(step, (cpu_s, num_bytes))
                 if cpu_limit_s is not None and cpu_s > cpu_limit_s:
@@ -98,6 +108,13 @@ def run_child(
                 with suppress(psutil.NoSuchProcess):
                     descendant.kill()
             raise
+
+
+def _end_of(file: IO[str], num_bytes: int | None) -> str:
+    """Return the last bytes of a file as text; None: the whole file."""
+    size = os.fstat(file.fileno()).st_size
+    start = 0 if num_bytes is None else max(0, size - num_bytes)
+    return os.pread(file.fileno(), size - start, start).decode(errors="replace")
 
 
 def work_of(process: psutil.Process) -> tuple[float, int]:

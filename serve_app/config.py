@@ -41,7 +41,7 @@ from serve_app.openai.request.validation import RequestLimits
 from serve_app.settings.by_band import BandQueues, BandTargets, BandWaits, read_downscale_delay
 from serve_app.settings.processes import IngressProcess, JobsProcess, LineSettings, ModelProcess, RoutingSettings
 from serve_app.settings.replaced import refuse_replaced
-from serve_app.settings.vllm_options import read_vllm_options
+from serve_app.settings.vllm_options import read_count, read_vllm_options
 from serve_app.tracing.settings import TracingSettings
 
 Part = TypeVar("Part")
@@ -213,6 +213,16 @@ class HeadwayConfig(_SettingsOfParts):
         """Read the word `none` as None for a field that may be None: `key=value` cannot express None otherwise."""
         may_be_none = info.field_name is not None and _may_be_none(cls.model_fields[info.field_name])
         return None if may_be_none and isinstance(value, str) and value.lower() == "none" else value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_units(cls, value: object, info: ValidationInfo) -> object:
+        """Read a number with a unit, such as `16k`, for a field that has a whole number."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if not isinstance(value, str) or int not in (annotation, *get_args(annotation)):
+            return value
+        count = read_count(value)
+        return value if count is None else count
 
     @field_validator("served_model_name")
     @classmethod

@@ -36,7 +36,7 @@ _FORMS = """
 A field is an option of `headway serve` (`--max-num-seqs 64`), a line of its `--config` file (`max_num_seqs: 64`), and a
 line under `args:` in a config file of Serve. `make serve ARGS=` and `serve run --name headway headway:build` take
 `max_num_seqs=64`. A start refuses unknown fields, values outside their limits, and fields that contradict each other. A
-size is a number of bytes, or has a unit: `2GiB`.
+size is a number of bytes, or has a unit: `2GiB`; so may whole numbers: `16k` is 16,000, `16K` 16,384.
 
 This page is made from the code: `python -m serve_app.config_page > docs/configuration.md`.
 """

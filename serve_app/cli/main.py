@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 _PACKAGE = "headway-serve"
 _COMMANDS = {
     "serve": "serve_app.cli.serve:app",
+    "run": "serve_app.cli.run:run",
     "check": "serve_app.cli.check:check",
     "chat": "serve_app.cli.clients.chat:chat",
     "complete": "serve_app.cli.clients.complete:complete",

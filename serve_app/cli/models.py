@@ -11,7 +11,6 @@ from rich.filesize import decimal
 from replicas.errors import ModelLoadError
 from serve_app.cli.clients.terminal import date_text, fail, print_table
 from serve_app.models.default_model import DEFAULT_MODEL_NAME
-from serve_app.models.local_models import local_directory
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Models in the caches of this machine.")
 
@@ -32,9 +31,14 @@ def pull(
         DEFAULT_MODEL_NAME
     ),
 ) -> None:
-    """Fetch MODEL, or convert it if it is a GGUF file, so that `headway serve` starts at once; print its directory."""
+    """Fetch MODEL, or convert it if it is a GGUF file, so that `headway serve` starts at once; print its directory.
+
+    Repeat the command after a cut: it goes on, and checks the hash of each file from the hub.
+    """
+    from serve_app.cli.server.served_model import directory_of
+
     try:
-        print(_directory_of(model))
+        print(directory_of(model, checks_all=True))
     except ModelLoadError as error:
         fail(str(error))
 
@@ -62,13 +66,3 @@ def rm(
         except OSError as error:
             fail(f"{name}: {error}")
         print(f"Removed {name} ({size}).")
-
-
-def _directory_of(model: str) -> str:
-    """Return the directory of a model after fetching or converting it."""
-    directory = local_directory(model)
-    if directory is not None:
-        return str(directory)
-    from serve_app.models.cache import download
-
-    return download(model)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import shutil
 import socket
 import sys
 from enum import Enum
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.filesize import decimal
 
 from replicas.child_processes import machine_slowness, start_timeout_s
 from replicas.errors import ModelLoadError
@@ -26,6 +24,7 @@ from serve_app.cli.options.config_options import read_config, read_config_file, 
 from serve_app.cli.options.serve_command import ServeCommand, show_all, with_dashes
 from serve_app.cli.server.access_lines import LogFormat
 from serve_app.cli.server.data_folder import own_data_dir
+from serve_app.cli.server.disk_space import free_bytes, lack_of_space
 from serve_app.cli.server.own_session import run_in_own_session
 from serve_app.cli.server.ports import Address, reserved
 from serve_app.cli.server.private_cluster import MAX_CONNECTIONS_PER_ADDRESS, StartLimits
@@ -40,7 +39,6 @@ from serve_app.preflight.machine import check_keys, check_text
 _LOOPBACK_HOSTS = "localhost,127.0.0.1,[::1]"
 _FIELDS_OF_TEXT = {"chat_template", "generation_config", "tool_call_parser"}
 """Fields whose check needs the model's tokenizer, which takes a second to load."""
-_LEAST_FREE_BYTES = 50_000_000
 _KEY_OPTION = "--api-key"
 _KEY_VARIABLE = "HEADWAY_API_KEY"
 
@@ -115,7 +113,7 @@ def serve(
             log_path = held.enter_context(new_log_file(Path(checked.data_dir) / "logs", port))
         except OSError as error:
             _fail(f"cannot write to the data directory: {message_of(error)}; name another one with data_dir=FOLDER")
-        _check_space(log_path.parent)
+        _check_space(Path(checked.data_dir))
         raise typer.Exit(run_in_own_session(lambda: Server(checked, options, limits, log_path).run()))
 
 
@@ -194,10 +192,9 @@ def _reserve(address: Address, held: contextlib.ExitStack) -> None:
 
 def _check_space(folder: Path) -> None:
     """Refuse a start whose log and jobs would soon find the disk full."""
-    free = shutil.disk_usage(folder).free
-    if free < _LEAST_FREE_BYTES:
-        room = f"{decimal(free)} free on its disk; the log and the jobs need {decimal(_LEAST_FREE_BYTES)}"
-        _fail(f"data_dir {folder.parent} has {room}: make room, or name another one with data_dir=FOLDER")
+    lack = lack_of_space(folder, "data_dir", free_bytes(folder))
+    if lack is not None:
+        _fail(lack)
 
 
 def is_loopback(host: str) -> bool:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import difflib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
-from huggingface_hub import CachedRepoInfo, CacheNotFound, HFCacheInfo, scan_cache_dir, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub import CachedRepoInfo, CacheNotFound, HFCacheInfo, scan_cache_dir
 
-from replicas.errors import ModelLoadError
-from replicas.text.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
 from serve_app.models.default_model import DEFAULT_MODEL_NAME
 from serve_app.models.gguf import MODELS_DIRECTORY
 
@@ -34,28 +31,6 @@ class CachedModel:
     """Last read of one of its files, unix seconds, as exact as the file system records it."""
     remove: Callable[[], None]
     """Removes it from the disk."""
-
-
-def download(hub_id: str, files: Sequence[str] = HUB_FILES) -> str:
-    """Download the files of a model whose names have one of the patterns `files`, with progress bars.
-
-    Return the directory. What is there already is not fetched again.
-
-    Raises:
-        ModelLoadError: there is no such model, or it cannot be downloaded.
-    """
-    try:
-        return snapshot_download(hub_id, allow_patterns=list(files), ignore_patterns=UNUSED_HUB_FILES)
-    except HFValidationError as error:
-        raise ModelLoadError(f"{hub_id!r} is neither a directory nor a hub id: {error}{nearest(hub_id)}") from error
-    except LocalEntryNotFoundError as error:
-        reason = f"{hub_id!r} is no model here, and the hub cannot be reached"
-        raise ModelLoadError(f"{reason}{nearest(hub_id)}") from error
-    except RepositoryNotFoundError as error:
-        reason = f"there is no model {hub_id!r} here or on the hub, or it needs a token (`hf auth login`)"
-        raise ModelLoadError(f"{reason}{nearest(hub_id)}") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise ModelLoadError(f"{hub_id!r} cannot be downloaded: {str(error).strip().splitlines()[0]}") from error
 
 
 def nearest(name: str) -> str:

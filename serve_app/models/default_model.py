@@ -64,13 +64,10 @@ def _fetch_once(directory: Path) -> None:
 
 
 def _fetch(directory: Path) -> None:
-    from serve_app.models.progress import working  # only here: processes that need no terminal import this module
-
     with tempfile.TemporaryDirectory(prefix=".download-", dir=directory.parent) as temporary:
         file = _extract(_download(Path(temporary)), Path(temporary))
         try:
-            with working(f"Converting {DEFAULT_MODEL_NAME} to safetensors ..."):
-                convert_once(file, directory, keeps_bits=False)
+            convert_once(file, directory, keeps_bits=False)
         except ModelLoadError as error:
             raise DefaultModelUnavailable(str(error)) from error
 

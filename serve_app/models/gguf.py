@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -16,6 +18,9 @@ MODELS_DIRECTORY = Path("~/.cache/headway/models")
 _CONVERT_LIMIT_S = 1800.0
 CHECKPOINT_FORM = "4 or 8 bits, IQ4 in 4"
 """Form of converted checkpoints. Those of earlier forms are not used."""
+_PACKING = "Packing tensors"
+"""Title of the bar of a conversion's second part; its first part is transformers' own."""
+_BAR = re.compile(r"([A-Z][^:\r\n]*):[^\r\n]*? (\d+)/(\d+) \[[\d:]+<([\d:]+)")
 _log = logging.getLogger(__name__)
 
 
@@ -27,21 +32,41 @@ def convert_once(file: Path, directory: Path, *, keeps_bits: bool = True) -> Pat
     Raises:
         ModelLoadError: the file cannot be converted.
     """
+    if directory.is_dir():
+        return directory
+    from serve_app.models.progress import working  # only here: processes that need no terminal import this module
+
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(f"{directory}.lock", timeout=_CONVERT_LIMIT_S):
+        with working(f"Converting: {file.name}") as show, FileLock(f"{directory}.lock", timeout=_CONVERT_LIMIT_S):
             if not directory.is_dir():
                 _log.info("converting a GGUF file", extra={"file": str(file), "directory": str(directory)})
-                _convert(file, directory, [] if keeps_bits else ["--dense"])
+                _convert(
+                    file,
+                    directory,
+                    [] if keeps_bits else ["--dense"],
+                    lambda errors: show(f"Converting{conversion_step(errors)}: {file.name}"),
+                )
     except Timeout:
         raise ModelLoadError(f"another process has been converting {file} for {_CONVERT_LIMIT_S:.0f} s") from None
     return directory
 
 
-def _convert(file: Path, directory: Path, options: list[str]) -> None:
+def conversion_step(errors: str) -> str:
+    """Return the tensors done and the time left, of the last bar that tqdm has drawn in `errors`; empty: of none."""
+    bars = list(_BAR.finditer(errors))
+    if not bars:
+        return ""
+    work, done, total, left = bars[-1].groups()
+    left_s = sum(int(part) * 60**power for power, part in enumerate(reversed(left.split(":"))))
+    return f", {done} of {total} tensors {'packed' if work == _PACKING else 'read'}, {left_s} s left"
+
+
+def _convert(file: Path, directory: Path, options: list[str], watch: Callable[[str], None]) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        run_module(f"the conversion of {file.name}", "replicas.model.loading.gguf", str(file), str(temporary), *options)
+        arguments = (str(file), str(temporary), *options)
+        run_module(f"the conversion of {file.name}", "replicas.model.loading.gguf", *arguments, watch=watch)
         temporary.chmod(0o755)
         temporary.rename(directory)
     except ModelLoadError as error:

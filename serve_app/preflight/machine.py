@@ -84,7 +84,7 @@ def _check_model(config: HeadwayConfig, placement: Placement) -> None:
     """
     directory = local_directory(config.model_path)
     if directory is None:
-        from serve_app.models.cache import download  # only here, since its import takes a while
+        from serve_app.models.hub import download  # only here, since its import takes a while
 
         directory = Path(download(config.model_path, SMALL_HUB_FILES))
         check_config(directory)

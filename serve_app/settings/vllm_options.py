@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 _GPUS = "A model replica runs on one GPU and Ray places the replicas; set num_replicas to use more GPUs."
@@ -185,6 +187,7 @@ RENAMED = {
 """Map from vLLM's name of a setting to the name here."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
+    "max_model_len": {"auto": "None", "-1": "None"},
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "attention_backend": {"FLASH_ATTN": "flash", "TRITON_ATTN": "triton", "TORCH_SDPA": "gather"},
@@ -219,6 +222,7 @@ _FORMATS_IN_CHECKPOINTS = frozenset(
         "hqq",
     ]
 )
+_COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])")
 _MAX_VALUE_CHARS = 40
 _YES_OR_NO = frozenset(("true", "false"))
 
@@ -249,6 +253,24 @@ def _options() -> dict[str, VllmOption]:
 
 REFUSED = _options()
 """Map from the name of an option, with underscores, to what takes its place."""
+
+
+def read_count(text: str) -> int | None:
+    """Return the number that a text such as `16k` (16,000), `16K` (16,384) or `1.5m` stands for; None: it has no unit.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        return None
+    digits, unit = match.groups()
+    power = "kmgt".index(unit.lower()) + 1
+    count = Decimal(digits) * (1000**power if unit.islower() else 1024**power)
+    if count % 1:
+        hint = f"; did you mean {digits}{unit.lower()}?" if unit.isupper() else ""
+        raise ValueError(f"{text} is no whole number{hint}")
+    return int(count)
 
 
 def read_vllm_options(given: Mapping[str, Any]) -> dict[str, Any]:

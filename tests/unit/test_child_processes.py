@@ -30,6 +30,16 @@ def test_large_outputs_do_not_block() -> None:
     assert len(run("print('x' * 10**6)").stdout) == 10**6 + 1
 
 
+def test_errors_are_watched_while_they_come() -> None:
+    seen: list[str] = []
+    code = (
+        "import sys, time\nfor i in range(3): print('x' * 300, i, end='', file=sys.stderr, flush=True); time.sleep(0.6)"
+    )
+    done = run_child("the check", [sys.executable, "-c", code], watch=seen.append)
+    assert {text[-2:] for text in seen} >= {" 0", " 1", " 2"} and max(map(len, seen)) == 400
+    assert len(done.stderr) == 906
+
+
 def test_a_slow_child_that_computes_now_and_then_is_waited_for() -> None:
     code = f"import time\nfor _ in range(8): sum(range(10**6)); time.sleep({LIMIT_S / 4})\nprint('done')"
     assert run(code).stdout == "done\n"

@@ -15,6 +15,7 @@ import torch
 from gguf import MODEL_ARCH_NAMES, GGUFReader, TensorNameMap, get_tensor_name_map
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig, PreTrainedModel
 
 from replicas.model.checkpoint.readers import from_gguf
@@ -57,15 +58,18 @@ def quantized_weights(file: Path, model: PreTrainedModel) -> dict[str, Parts]:
     reader = GGUFReader(file)
     stored = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type in KEPT_TYPES}
     names = _names(reader, model.config)
-    quantized = {}
+    candidates = []
     for name, module in model.named_modules():
         tensor = stored.get(names.get_name(f"{name}.weight", try_suffixes=(".weight",)) or "")
         if type(module) is nn.Linear and tensor is not None and tensor.data.shape[0] == module.out_features:
-            parts = read_blocks(torch.from_numpy(tensor.data.copy()), tensor.tensor_type)
-            orders = _orders(parts, model.config)
-            ordered_parts = next((order for order in orders if _gives(order, module.weight)), None)
-            if ordered_parts is not None:
-                quantized[name] = ordered_parts
+            candidates.append((name, module, tensor))
+    quantized = {}
+    for name, module, tensor in tqdm(candidates, "Packing tensors"):
+        parts = read_blocks(torch.from_numpy(tensor.data.copy()), tensor.tensor_type)
+        orders = _orders(parts, model.config)
+        ordered_parts = next((order for order in orders if _gives(order, module.weight)), None)
+        if ordered_parts is not None:
+            quantized[name] = ordered_parts
     return quantized
 
 

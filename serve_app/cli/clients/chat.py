@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated
 
 import typer
 
 from serve_app.cli.clients.client import DEFAULT_URL, KeyOption, ServerClient, ServerError, UrlOption, connected
-from serve_app.cli.clients.conversation import Conversation, NotAConversation, Turn
+from serve_app.cli.clients.conversation import Conversation, Turn, UnfitFile, quoted_file
+from serve_app.cli.clients.events import JsonObject
 from serve_app.cli.clients.generation import (
     STOPPED,
     Answer,
@@ -25,8 +28,9 @@ from serve_app.cli.clients.generation import (
     TopPOption,
     given_text,
     stream_answer,
-    write_to_stdout,
 )
+from serve_app.cli.clients.markdown import answer_writer
+from serve_app.cli.clients.parameters import PARAMETERS, UnfitParameter, field_of, parameter_text, parameter_value
 from serve_app.cli.clients.terminal import message_of, stderr
 
 _PATH = "/v1/chat/completions"
@@ -34,6 +38,8 @@ _PROMPT, _CONTINUATION = ">>> ", "... "
 _BLOCK = '"""'
 _HISTORY = Path("~/.cache/headway/chat_history")
 _MAX_HISTORY = 1000
+_MAX_SHOWN = 200
+"""Characters of a forgotten question that are shown."""
 
 ReadLine = Callable[[str], str]
 """Reader of a line after a prompt, such as `input`; EOFError: there are no more."""
@@ -56,17 +62,21 @@ def chat(
     """Chat with a model. Without a terminal, standard input is one question and only the answer is printed."""
     with connected(url, api_key) as client:
         sampling = Sampling(temperature, top_p, seed, band, max_tokens)
-        session = ChatSession(client, model or client.only_model(), Conversation(system), sampling)
-        if message is None and sys.stdin.isatty():
-            print(f"{session.model} at {client.url}. /help lists the commands, Ctrl-D ends.")
-            with _line_editing():
-                session.run(input)
-            return
-        question = given_text(message).strip()
-        if not question:
-            raise typer.BadParameter("the question is empty")
-        if session.ask(question).is_stopped:
-            raise typer.Exit(STOPPED)
+        converse(ChatSession(client, model or client.only_model(), Conversation(system), sampling), message)
+
+
+def converse(session: ChatSession, message: str | None) -> None:
+    """Ask the question `message`; None: read the questions from the terminal, or one from another standard input."""
+    if message is None and sys.stdin.isatty():
+        print(f"{session.model} at {session.url}. /help lists the commands, Ctrl-D ends.")
+        with _line_editing():
+            session.run(input)
+        return
+    question = given_text(message).strip()
+    if not question:
+        raise typer.BadParameter("the question is empty")
+    if session.ask(question).is_stopped:
+        raise typer.Exit(STOPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +95,28 @@ class ChatSession:
 
     def __init__(self, client: ServerClient, model: str, conversation: Conversation, sampling: Sampling) -> None:
         self.model = model
-        self._client, self._conversation, self._sampling = client, conversation, sampling
+        self._client, self._conversation = client, conversation
+        self._parameters = sampling.fields()
+        self._files: list[str] = []
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
             "/help": (self._help, "List the commands."),
             "/clear": (self._clear, "Forget the conversation; keep the system message."),
             "/system": (self._system, "[TEXT]  Set the system message; without TEXT remove it."),
             "/model": (self._model, "[NAME]  Change the model; without NAME list the server's models."),
+            "/set": (self._set, "[NAME [VALUE]]  Set a parameter, or without VALUE its default; alone show them."),
+            "/file": (self._file, "PATH  Add a text file to the next message."),
             "/save": (self._save, "FILE  Save the conversation."),
             "/load": (self._load, "FILE  Continue a saved conversation."),
             "/retry": (self._retry, "Ask the last question again."),
             "/undo": (self._undo, "Forget the last question and its answer."),
+            "/bye": (self._exit, "End, as Ctrl-D does."),
             "/exit": (self._exit, "End, as Ctrl-D does."),
         }
+
+    @property
+    def url(self) -> str:
+        """Root URL of the server."""
+        return self._client.url
 
     def run(self, read_line: ReadLine) -> None:
         """Answer messages and obey commands until there are no more lines; Ctrl-C drops the line that is typed."""
@@ -106,7 +126,9 @@ class ChatSession:
                 if entry.is_command:
                     self._obey(entry.text)
                 elif entry.text:
-                    self._try(entry.text)
+                    question = "\n\n".join([*self._files, entry.text])
+                    self._files.clear()
+                    self._try(question)
             except KeyboardInterrupt:
                 print()
             except EOFError:
@@ -120,14 +142,21 @@ class ChatSession:
             ServerError: the server refuses the question or breaks off.
         """
         self._conversation.turns.append(Turn(question, ""))
-        messages = self._conversation.messages(question)
-        body = {"model": self.model, "messages": messages, **self._sampling.fields()}
-        answer = stream_answer(self._client, _PATH, body, write_to_stdout)
+        body = self._body(self._conversation.messages(question), self._parameters)
+        if sys.stderr.isatty():
+            body["stream_options"] = {"include_usage": True}
+        with answer_writer() as write:
+            answer = stream_answer(self._client, _PATH, body, write)
         self._conversation.turns[-1] = Turn(question, answer.text)
-        print()
-        if answer.finish_reason == "length" and sys.stderr.isatty():
-            stderr().print("[dim](cut off: the answer has reached its limit of tokens)[/]")
+        if sys.stderr.isatty():
+            is_cut_off = answer.finish_reason == "length"
+            notes = [answer.speed, "cut off: the answer has reached its limit of tokens" if is_cut_off else ""]
+            for note in filter(None, notes):
+                stderr().print(f"[dim]({note})[/]")
         return answer
+
+    def _body(self, messages: list[JsonObject], parameters: JsonObject) -> JsonObject:
+        return {"model": self.model, "messages": messages, **parameters}
 
     def _try(self, question: str) -> None:
         try:
@@ -146,7 +175,7 @@ class ChatSession:
             self._commands[name][0](argument.strip())
         except ServerError as error:
             _print_error(error.message)
-        except (NotAConversation, OSError) as error:
+        except (UnfitFile, UnfitParameter, OSError) as error:
             _print_error(message_of(error))
 
     def _help(self, _: str) -> None:
@@ -159,6 +188,7 @@ class ChatSession:
 
     def _clear(self, _: str) -> None:
         self._conversation.turns.clear()
+        self._files.clear()
         print("The conversation is empty.")
 
     def _system(self, text: str) -> None:
@@ -175,6 +205,34 @@ class ChatSession:
         else:
             for known in names:
                 print(f"{'*' if known == self.model else ' '} {known}")
+
+    def _set(self, argument: str) -> None:
+        name, _, text = argument.partition(" ")
+        if not name:
+            for known, field in PARAMETERS.items():
+                print(f"{known:<20}{parameter_text(known, self._parameters.get(field))}")
+            return
+        field = field_of(name)
+        changed = {key: value for key, value in self._parameters.items() if key != field}
+        if text:
+            changed[field] = parameter_value(name, text.strip())
+            self._check(changed)
+        self._parameters = changed
+        print(f"{name} is {parameter_text(name, changed.get(field))}.")
+
+    def _check(self, parameters: JsonObject) -> None:
+        """Begin an answer with these parameters, and stop it at once.
+
+        Raises:
+            ServerError: the server refuses them.
+        """
+        with closing(self._client.events(_PATH, self._body([{"role": "user", "content": "."}], parameters))) as events:
+            next(events, None)
+
+    def _file(self, file: str) -> None:
+        path = _path(file)
+        self._files.append(quoted_file(path))
+        print(f"{path} goes with the next message.")
 
     def _save(self, file: str) -> None:
         path = _path(file)
@@ -195,7 +253,7 @@ class ChatSession:
         if not self._conversation.turns:
             _print_error("there is no question yet")
             return
-        print(f"Forgotten: {self._conversation.turns.pop().question}")
+        print(f"Forgotten: {shorten(self._conversation.turns.pop().question, _MAX_SHOWN, placeholder=' ...')}")
 
     def _exit(self, _: str) -> None:
         raise EOFError
@@ -222,7 +280,7 @@ def _read_block(line: str, read_line: ReadLine) -> str:
 
 def _path(file: str) -> Path:
     if not file:
-        raise NotAConversation("name a file")
+        raise UnfitFile("name a file")
     return Path(file).expanduser()
 
 

@@ -20,8 +20,8 @@ from serve_app.cli.clients.generation import (
     TopPOption,
     given_text,
     stream_answer,
-    write_to_stdout,
 )
+from serve_app.cli.clients.markdown import plain_writer
 from serve_app.cli.clients.terminal import stderr
 
 _PATH = "/v1/completions"
@@ -56,8 +56,8 @@ def complete(
             answer = client.json("POST", _PATH, json=body, timeout=ANSWER_TIMEOUT)
             print(json.dumps(answer, indent=2, ensure_ascii=False))
             return
-        streamed = stream_answer(client, _PATH, body, write_to_stdout)
-        print()
+        with plain_writer() as write:
+            streamed = stream_answer(client, _PATH, body, write)
         if streamed.is_stopped:
             raise typer.Exit(STOPPED)
         if streamed.finish_reason == "length" and sys.stderr.isatty():

@@ -3,14 +3,47 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from serve_app.cli.clients.events import JsonObject
 
+_MAX_FILE_BYTES = 1_000_000
 
-class NotAConversation(Exception):
+
+class UnfitFile(Exception):
+    """Failure to read a file as text. The message has its path and the reason."""
+
+
+class NotAConversation(UnfitFile):
     """Failure to read a file as a conversation. The message is the reason."""
+
+
+def quoted_file(path: Path) -> str:
+    """Return the part of a message that has a text file: its name, and its content between fences.
+
+    Raises:
+        UnfitFile: it is too large, or no text in UTF-8; OSError: it cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise UnfitFile(f"{path} is no file")
+    with path.open("rb") as file:
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        size = decimal(path.stat().st_size)
+        raise UnfitFile(f"{path} has {size}; a file in a message may have {decimal(_MAX_FILE_BYTES)}")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UnfitFile(f"{path} is no text in UTF-8: byte {error.start} is {content[error.start]:#04x}") from None
+    if "\0" in text:
+        raise UnfitFile(f"{path} is no text: it has zero bytes")
+    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated, Literal
-from unicodedata import category
 
 import typer
 
 from replicas.protocol import Band
-from serve_app.cli.clients.client import ServerClient, ServerError
+from serve_app.cli.clients.client import ServerClient
 from serve_app.cli.clients.events import JsonObject
+from serve_app.cli.clients.terminal import counted
 
 BandName = Literal["interactive", "standard", "batch"]
 
@@ -58,8 +59,21 @@ class Answer:
     text: str
     finish_reason: str | None
     """Reason of its end that the server gives, such as `stop` or `length`."""
+    num_tokens: int | None = None
+    """Tokens of the answer as the server has counted them; None: it did not say."""
+    times_s: tuple[float, ...] = ()
+    """Moments at which its parts came, seconds after the request was sent."""
     is_stopped: bool = False
     """True if Ctrl-C has stopped it."""
+
+    @property
+    def speed(self) -> str:
+        """Tokens, seconds and tokens per second after the first; empty if the server did not count."""
+        if not self.num_tokens or not self.times_s:
+            return ""
+        first_s, last_s = self.times_s[0], self.times_s[-1]
+        text = f"{counted(self.num_tokens, 'token')} in {last_s:.1f} s, the first after {first_s:.1f} s"
+        return f"{text}: {(self.num_tokens - 1) / (last_s - first_s):.1f} tokens/s" if last_s > first_s else text
 
 
 def stream_answer(client: ServerClient, path: str, body: JsonObject, write: Callable[[str], None]) -> Answer:
@@ -71,20 +85,24 @@ def stream_answer(client: ServerClient, path: str, body: JsonObject, write: Call
         ServerError: the server refuses the request or breaks off.
     """
     texts: list[str] = []
+    times_s: list[float] = []
     finish_reason: str | None = None
-    with closing(_choices(client, path, body)) as choices:
+    num_tokens: int | None = None
+    started_s = time.monotonic()
+    with closing(client.events(path, body)) as events:
         try:
-            for choice in choices:
-                text = str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
-                finish_reason = choice.get("finish_reason") or finish_reason
-                texts.append(text)
-                write(text)
+            for event in events:
+                num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+                for choice in event.get("choices") or ():
+                    finish_reason = choice.get("finish_reason") or finish_reason
+                    text = str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+                    if text:
+                        texts.append(text)
+                        times_s.append(time.monotonic() - started_s)
+                        write(text)
         except KeyboardInterrupt:
             return Answer("".join(texts), None, is_stopped=True)
-        except ServerError:
-            write("\n" if texts else "")  # The error has a line of its own.
-            raise
-    return Answer("".join(texts), finish_reason)
+    return Answer("".join(texts), finish_reason, num_tokens, tuple(times_s))
 
 
 def given_text(argument: str | None) -> str:
@@ -95,17 +113,3 @@ def given_text(argument: str | None) -> str:
     except UnicodeError:
         raise typer.BadParameter("the text is not UTF-8") from None
     return text
-
-
-def write_to_stdout(text: str) -> None:
-    """Write generated text at once; to a terminal without control characters, which could change its state."""
-    if sys.stdout.isatty():
-        text = "".join(character for character in text if character in "\n\t" or category(character) != "Cc")
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _choices(client: ServerClient, path: str, body: JsonObject) -> Generator[JsonObject]:
-    with closing(client.events(path, body)) as events:
-        for event in events:
-            yield from event.get("choices") or ()

@@ -8,7 +8,6 @@ from pathlib import Path
 from serve_app.config import HeadwayConfig
 from serve_app.models.default_model import DefaultModelUnavailable
 from serve_app.models.local_models import local_checkpoint, local_directory
-from serve_app.models.progress import working
 from serve_app.preflight.checkpoint import check_checkpoint
 
 
@@ -25,7 +24,7 @@ def prepare_model(config: HeadwayConfig) -> HeadwayConfig:
         _print(f"{config.model_name} is a toy for tests; serve another model to use its answers.")
         return config
     try:
-        model = _directory_of(config.model)
+        model = directory_of(config.model)
     except DefaultModelUnavailable as error:
         if "model" in config.model_fields_set:
             raise
@@ -36,20 +35,25 @@ def prepare_model(config: HeadwayConfig) -> HeadwayConfig:
     return config.model_copy(update={"model": model, "served_model_name": names})
 
 
-def _directory_of(model: str) -> str:
-    """Return the directory of a model: a GGUF file is converted and a hub id downloaded, once each."""
+def directory_of(model: str, *, checks_all: bool = False) -> str:
+    """Return the directory of a model: a GGUF file is converted and a hub id downloaded, once each.
+
+    With `checks_all` the hashes of files that were downloaded before are checked, too.
+
+    Raises:
+        ModelLoadError: it cannot be had.
+    """
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if path.is_file():
             _print(f"Reading {path.name}, which is converted to safetensors once ...")
-        with working("Converting ..."):
-            return local_checkpoint(model)
+        return local_checkpoint(model)
     directory = local_directory(model)
     if directory is not None:
         return str(directory)
-    from serve_app.models.cache import download  # only here, since its import takes a while
+    from serve_app.models.hub import download  # only here, since its import takes a while
 
-    return download(model)
+    return download(model, checks_all=checks_all)
 
 
 def _print(line: str) -> None:

@@ -19,6 +19,7 @@ from typing import TextIO
 from replicas.child_processes import Stalled
 from serve_app.cli.server import application
 from serve_app.cli.server.access_lines import AccessLines, LogFormat
+from serve_app.cli.server.disk_space import DiskWatch
 from serve_app.cli.server.ports import LOOPBACK, Address
 from serve_app.cli.server.private_cluster import PrivateCluster, StartLimits, private_cluster
 from serve_app.cli.server.serve_log import Tail, Terminal, output_to
@@ -141,14 +142,17 @@ class Server:
             )
             steps.close()
             print(*self._report(config, cluster).lines(), sep="\n", file=lines, flush=True)
-            self._wait_for_signal(lines)
+            disks = DiskWatch({"data_dir": Path(self._config.data_dir), "TMPDIR": cluster.folder})
+            self._wait_for_signal(lines, disks)
 
-    def _wait_for_signal(self, lines: TextIO) -> None:
-        """Wait for a signal and let the requests end; return at once if Ray has ended."""
+    def _wait_for_signal(self, lines: TextIO, disks: DiskWatch) -> None:
+        """Report full disks, wait for a signal and let the requests end; return at once if Ray has ended."""
         limit_s = self._config.graceful_shutdown_timeout_s
         try:
             while True:
                 self._pause()
+                for line in disks.news():
+                    print(line, file=lines, flush=True)
         except _Stopped:
             if self._ended_daemon is not None:
                 return

@@ -1,13 +1,17 @@
 """GGUF files: each is converted once, to the weights and the tokenizer that it holds."""
 
+import io
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 from replicas.errors import ModelLoadError
 from replicas.text.tokenizer_files import load_tokenizer
+from serve_app.models.gguf import conversion_step
 from serve_app.models.local_models import local_checkpoint
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.model.tiny_gguf import write_gguf
@@ -35,6 +39,18 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"cannot convert .*damaged\.gguf"):
         local_checkpoint(str(file), tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_the_step_of_a_conversion_is_the_last_bar() -> None:
+    errors = io.StringIO()
+    assert conversion_step("a warning: 3/4 of it\n") == ""
+    bars = [("Loading weights", 3, "3 of 12 tensors read"), ("Packing tensors", 9, "9 of 12 tensors packed")]
+    for title, done, step in bars:
+        with tqdm(total=12, desc=title, file=errors, mininterval=0) as bar:
+            bar.start_t -= 60
+            bar.last_print_t -= 60
+            bar.update(done)
+            assert re.fullmatch(rf", {step}, (180|20) s left", conversion_step(errors.getvalue()[-400:]))
 
 
 def test_other_models_stay_as_they_are(tmp_path: Path) -> None:

@@ -76,6 +76,26 @@ def test_a_value_has_the_effect_of_vllms_name_of_it(name: str, value: str, own: 
     assert str(getattr(read(**{name: value}), name)) == own
 
 
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("16k", 16_000), ("16K", 16_384), ("25.6k", 25_600), ("1.5m", 1_500_000), ("1M", 2**20), ("640", 640)],
+)
+def test_a_whole_number_may_have_a_unit(text: str, count: int) -> None:
+    for name in ("max_model_len", "max_num_batched_tokens", "max_batch_lines"):
+        assert getattr(read(**{name: text}), name) == count
+    words = ["serve", "headway-demo", "--max-model-len", text, "--max-num-seqs", "2k", "--max-num-batched-tokens", "1k"]
+    refused = CliRunner().invoke(app, words)
+    assert "max_num_batched_tokens (1000) must exceed max_num_seqs (2000)" in refused.stderr
+
+
+def test_a_part_of_a_number_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"1\.0001K is no whole number; did you mean 1\.0001k\?"):
+        read(max_model_len="1.0001K")
+    for text in ("16kb", "k", "1.5", "-1k"):
+        with pytest.raises(ValidationError, match="max_model_len"):
+            read(max_model_len=text)
+
+
 def test_the_format_of_a_checkpoint_is_not_asked_for() -> None:
     with pytest.raises(ValidationError, match="quantization=awq is not needed: the format of quantized weights is"):
         read(quantization="awq")

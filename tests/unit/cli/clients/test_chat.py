@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from serve_app.cli.clients.conversation import Conversation
 from serve_app.cli.clients.generation import Sampling
 from serve_app.cli.main import app
 from testkit.http.api import MODEL, REPLY, Api, MakeApi, serving
+from testkit.http.scripted_dispatcher import ScriptedToken
 from testkit.limits import LIMIT_S, until
 
 ROOT = Path(__file__).parents[4]
@@ -128,6 +130,53 @@ async def test_commands_change_the_conversation(api: Api, capsys: pytest.Capture
     assert (await talk(api, "one", "/clear")).turns == []
 
 
+async def test_parameters_are_set_and_shown(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    await talk(api, "/set temperature 0.5", "/set band batch", "/set seed 7", "/set max_tokens", "/set", "one")
+    assert api.replica.started[-1].params.temperature == 0.5 and api.replica.started[-1].params.seed == 7
+    assert api.replica.started[-1].band.name == "BATCH" and api.replica.started[-1].params.max_tokens > 8
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "temperature 0.5 top_p the server's default" in shown and "band batch" in shown
+
+
+async def test_wrong_parameters_are_refused_and_change_nothing(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ("/set temprature 1", "/set band urgent", "/set temperature 5", "/set top_p high", "/set top_p Infinity")
+    await talk(api, "/set temperature 0.5", *wrong, "one")
+    assert api.replica.started[-1].params.temperature == 0.5 and api.replica.started[-1].params.top_p == 1.0
+    errors = capsys.readouterr().err
+    assert "there is no parameter temprature; did you mean temperature?" in errors
+    assert "band is urgent; it must be one of interactive, standard, batch" in errors
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "temperature": 5}
+    refusal = (await api.http.post("/v1/chat/completions", json=body)).json()["error"]["message"]
+    assert refusal in errors and errors.count("`top_p`") >= 2
+
+
+async def test_a_file_goes_with_the_next_message(api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.md").write_text("one\n```\ntwo\n")
+    (tmp_path / "b.txt").write_text("three")
+    conversation = await talk(
+        api, f"/file {tmp_path / 'a.md'}", f"/file {tmp_path / 'b.txt'}", "compare", "again", "/bye"
+    )
+    questions = [turn.question for turn in conversation.turns]
+    assert questions == ["a.md:\n````\none\n```\ntwo\n````\n\nb.txt:\n```\nthree\n```\n\ncompare", "again"]
+    assert f"{tmp_path / 'a.md'} goes with the next message." in capsys.readouterr().out
+
+
+async def test_files_that_are_no_text_are_refused(api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    contents = {"large.txt": b"x" * 1_000_001, "image.png": b"\x89PNG", "zeros": b"a\0b"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    await talk(api, *(f"/file {tmp_path / name}" for name in contents), f"/file {tmp_path}", "/file /no/such", "/file")
+    errors = capsys.readouterr().err.splitlines()
+    assert errors == [
+        f"error: {tmp_path}/large.txt has 1.0 MB; a file in a message may have 1.0 MB",
+        f"error: {tmp_path}/image.png is no text in UTF-8: byte 0 is 0x89",
+        f"error: {tmp_path}/zeros is no text: it has zero bytes",
+        f"error: {tmp_path} is no file",
+        "error: /no/such: No such file or directory",
+        "error: name a file",
+    ]
+
+
 async def test_a_failed_question_is_asked_again_and_not_sent_twice(make_api: MakeApi) -> None:
     api = make_api(fail_at=0)
     api.replica.fail_only = lambda request: len(api.replica.started) == 1
@@ -175,6 +224,30 @@ async def test_ctrl_c_stops_the_answer_and_not_the_chat(make_api: MakeApi, tmp_p
     assert (tmp_path / ".cache/headway/chat_history").read_text() == "one\n"
 
 
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({"TERM": "xterm-256color"}, "bold"),
+        ({"TERM": "dumb"}, "**bold**"),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, "**bold**"),
+    ],
+)
+async def test_a_terminal_shows_markdown_and_the_speed(
+    api: Api, tmp_path: Path, environment: dict[str, str], shown: str
+) -> None:
+    api.replica.stops_at = 4
+    api.replica.script = [ScriptedToken(65, text) for text in ("Some ", "**bo", "ld**", " text.")]
+    async with serving(api.app) as url, asyncio.timeout(LIMIT_S):
+        with terminal("chat", "--url", url, HOME=str(tmp_path), **environment) as chat:
+            await chat.read_until(">>> ")
+            chat.type("one\n")
+            answer = await chat.read_until(" tokens in ")
+            assert f"Some {shown} text." in re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", answer)
+            assert ("**" in answer) == (shown == "**bold**")
+            chat.type("/bye\n")
+            assert await asyncio.to_thread(chat.process.wait) == 0
+
+
 class Terminal:
     """Pseudo-terminal with a program in it."""
 
@@ -185,10 +258,12 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
-    async def read_until(self, text: str) -> None:
+    async def read_until(self, text: str) -> str:
+        """Return what came before `text`, without it."""
         while text not in self._unread:
             self._unread += await asyncio.to_thread(self._read)
-        self._unread = self._unread.partition(text)[2]
+        before, _, self._unread = self._unread.partition(text)
+        return before
 
     def _read(self) -> str:
         readable, _, _ = select.select([self._fd], [], [], LIMIT_S)

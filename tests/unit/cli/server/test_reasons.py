@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import serve_app.cli.main as main
-import serve_app.cli.serve as serve
+import serve_app.cli.server.disk_space as disk_space
 from replicas.child_processes import Stalled
 from serve_app.cli.server.application import ApplicationFailed
 from serve_app.cli.server.server import _reason_of
@@ -38,7 +38,7 @@ def test_another_fault_has_its_reason_alone() -> None:
 
 
 def test_a_start_on_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "_LEAST_FREE_BYTES", 2**60)
+    monkeypatch.setattr(disk_space, "_LEAST_FREE_BYTES", 2**60)
     words = ["serve", "headway-demo", "--port", str(free_port("127.0.0.1")), f"data_dir={tmp_path}"]
     refused = CliRunner().invoke(main.app, words)
     assert refused.exit_code == 2
