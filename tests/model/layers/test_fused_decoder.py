@@ -111,8 +111,15 @@ def check_bits(loaded: LoadedModel, lengths: Iterable[int], monkeypatch: pytest.
 
 
 @at_once
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [
+        ("bfloat16", "none"),
+        ("float32", "int8"),
+        pytest.param("float32", "none", marks=pytest.mark.deep),
+        pytest.param("bfloat16", "int8", marks=pytest.mark.deep),
+    ],
+)
 @pytest.mark.parametrize(("architecture", "changes"), VARIANTS)
 def test_all_layers_at_once_give_the_same_bits(
     tmp_path: Path,
