@@ -41,6 +41,8 @@ _MAX_CACHE_BYTES = 2**23
 """Most bytes of the grammars that were checked, with what they are made of."""
 _ENTRY_BYTES = 512
 """Bytes of such a grammar in addition to its text and what it is made of."""
+_MIN_KEY_BYTES = 2048
+"""A grammar that is made of less is made again each time, which takes about a millisecond."""
 _ANY_OBJECT: Schema = {"type": "object"}
 
 
@@ -81,12 +83,14 @@ class GrammarChecker:
     ) -> OutputGrammar | None:
         """Return the grammar that `make` returns, which can be compiled; None if it returns none.
 
-        `key` is what it is made of: one that was checked before is not made again. None: it is always made.
+        `key` is what it is made of: a large one that was checked before is not made again. None: it is always made.
 
         Raises:
             InvalidRequest: as `make` raises, or the grammar cannot be compiled, or not in time.
             Overloaded: too much work waits, or all threads compile longer than that.
         """
+        if key is not None and len(key) < _MIN_KEY_BYTES:
+            key = None
         known = None if key is None else self._checked_before.get(key)
         if known is not None:
             return known

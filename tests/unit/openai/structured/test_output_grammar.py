@@ -212,7 +212,7 @@ async def test_a_grammar_whose_turn_comes_late_has_the_whole_limit_for_itself(
     assert await last == OutputGrammar("last", "field")
 
 
-async def test_a_grammar_that_was_checked_before_is_neither_made_nor_compiled_again() -> None:
+async def test_a_large_grammar_that_was_checked_before_is_neither_made_nor_compiled_again() -> None:
     checker, num_made = GrammarChecker(GrammarCompiler(DEMO)), 0
 
     def make() -> OutputGrammar | None:
@@ -220,13 +220,14 @@ async def test_a_grammar_that_was_checked_before_is_neither_made_nor_compiled_ag
         num_made += 1
         return made(structured_outputs={"regex": "a"})
 
-    first = await checker.checked(make, key=b"a")
-    assert await checker.checked(make, key=b"a") is first and num_made == 1
-    assert await checker.checked(make, key=b"b") == first and num_made == 2
-    await checker.checked(make)
-    assert num_made == 3
+    first = await checker.checked(make, key=b"a" * 2048)
+    assert await checker.checked(make, key=b"a" * 2048) is first and num_made == 1
+    assert await checker.checked(make, key=b"b" * 2048) == first and num_made == 2
+    for key in (None, b"a", b"a"):
+        await checker.checked(make, key=key)
+    assert num_made == 5
     values = {metric.name: metric.value for metric in checker.metrics()}
-    assert (values["headway:grammar_checks"], values["headway:grammar_check_cache_hits"]) == (4, 3)
+    assert (values["headway:grammar_checks"], values["headway:grammar_check_cache_hits"]) == (6, 5)
     for _ in range(2):
         with pytest.raises(InvalidRequest):
-            await checker.checked(lambda: made(structured_outputs={"regex": "("}), key=b"(")
+            await checker.checked(lambda: made(structured_outputs={"regex": "("}), key=b"(" * 2048)

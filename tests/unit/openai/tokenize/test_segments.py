@@ -56,10 +56,11 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
 }
 
 
+@pytest.mark.parametrize("min_chars", [0, 40])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_token_ids_are_those_of_the_whole_text(name: str) -> None:
+def test_the_token_ids_are_those_of_the_whole_text(name: str, min_chars: int) -> None:
     tokenizer, rng = TOKENIZERS[name](), random.Random(5)
-    encoder, text = SegmentEncoder(tokenizer, START, 2**14), ""
+    encoder, text = SegmentEncoder(tokenizer, START, 2**14, min_chars), ""
     for _ in range(300):
         # A conversation goes on, or another one begins.
         text = (text if rng.random() < 0.8 else "") + "".join(rng.choices(PIECES, k=rng.randint(0, 12)))
@@ -87,8 +88,8 @@ def test_the_marker_is_the_special_token_of_most_turns_that_nothing_can_overlap(
 
 def test_tenants_have_segments_of_their_own() -> None:
     encoder = SegmentEncoder(byte_level(False), START)
-    for tenant, num_hits in (("a", 0), ("b", 0), ("a", 2)):
-        encoder.encode(f"{START}user\nhi{START}assistant\n", tenant)
+    for tenant, num_hits in (("a", 0), ("b", 0), ("a", 1)):
+        encoder.encode(f"{START}user\n{'hi' * 600}{START}assistant\n", tenant)
         assert encoder.cache.num_hits == num_hits
 
 
