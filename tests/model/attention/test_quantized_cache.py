@@ -44,6 +44,7 @@ STEPS = {torch.int8: 1 / 254, torch.float8_e4m3fn: 1 / 16}
 CASES = {
     "plain": Case(heads=(6, 2), sizes=(64, 64), scale=0.125),
     "all": Case(heads=(6, 2), sizes=(48, 32), window=40, softcap=5.0, has_sinks=True, block_size=5),
+    "latent": Case(heads=(6, 1), sizes=(48, 32), has_values_in_keys=True),
 }
 
 
