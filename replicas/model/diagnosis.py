@@ -161,7 +161,7 @@ def _gpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
 def memory_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelMemory:
     """Compute a model's memory from its config."""
     text = config.get_text_config(decoder=True)
-    model = model_without_values(config)
+    model = model_without_values(config).to(torch.bfloat16)  # torch has no grouped product of float32 there.
     store_latents(model)
     layers = probe_shapes(model) or _equal_layers(text)
     plain, quantized = (bytes_per_block(layers, 1, cache_dtype) for cache_dtype in (dtype, torch.int8))

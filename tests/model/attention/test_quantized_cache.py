@@ -170,6 +170,7 @@ def check_one_output(loaded: LoadedModel, attention: AttentionBackend, type_: to
         ("qwen3", "float32", "none", torch.float8_e4m3fn),
         ("gemma2-window", "bfloat16", "none", torch.int8),
         ("gpt_oss-window", "float32", "none", torch.int8),
+        ("minicpm3", "bfloat16", "none", torch.int8),
     ],
 )
 def test_output_depends_on_the_request_alone(
