@@ -23,6 +23,7 @@ from replicas.model.attention.select import check_attention, choose_attention
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.kernel_build import KernelBuildError, built_library
 from replicas.model.hardware.selfcheck import WHOLE_MODEL, find_fault, relative_error
+from replicas.model.layers.latent_attention import store_latents
 from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.loader import LoadedModel, load_model, longest_of
@@ -160,7 +161,9 @@ def _gpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
 def memory_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelMemory:
     """Compute a model's memory from its config."""
     text = config.get_text_config(decoder=True)
-    layers = probe_shapes(model_without_values(config)) or _equal_layers(text)
+    model = model_without_values(config).to(torch.bfloat16)  # torch has no grouped product of float32 there.
+    store_latents(model)
+    layers = probe_shapes(model) or _equal_layers(text)
     plain, quantized = (bytes_per_block(layers, 1, cache_dtype) for cache_dtype in (dtype, torch.int8))
     counts = (value for name, value in text.to_dict().items() if name.startswith("n") and name.endswith("experts"))
     has_experts = any(isinstance(count, int) and count > 1 for count in counts)

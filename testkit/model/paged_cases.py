@@ -80,10 +80,19 @@ class Case:
     scale: float = 0.3
     cache_dtype: torch.dtype | None = None
     """int8 or float8_e4m3fn; None: `dtype`."""
+    has_values_in_keys: bool = False
 
     @property
     def layer(self) -> AttentionLayer:
-        return AttentionLayer(0, *self.heads, *self.sizes, self.window, self.softcap, self.has_sinks)
+        return AttentionLayer(
+            0,
+            *self.heads,
+            *self.sizes,
+            self.window,
+            self.softcap,
+            self.has_sinks,
+            has_values_in_keys=self.has_values_in_keys,
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -112,6 +121,7 @@ KINDS = {
     "blocks-of-5": Case(block_size=5, window=24),
     "blocks-of-64": Case(block_size=64),
     "float16": Case(dtype=torch.float16),
+    "latent": Case(heads=(20, 1), sizes=(48, 32), has_values_in_keys=True),
 }
 
 
@@ -191,7 +201,8 @@ class _Drawn:
     def of(cls, case: Case, length: int, seed: int, device: torch.device) -> _Drawn:
         (num_heads, num_kv_heads), (key_size, value_size) = case.heads, case.sizes
         shapes = ((num_heads, key_size), (num_kv_heads, key_size), (num_kv_heads, value_size))
-        return cls(*(_draw(3 * seed + i, device, length, *shape).to(case.dtype) for i, shape in enumerate(shapes)))
+        drawn = cls(*(_draw(3 * seed + i, device, length, *shape).to(case.dtype) for i, shape in enumerate(shapes)))
+        return replace(drawn, values=drawn.keys[..., :value_size]) if case.has_values_in_keys else drawn
 
     def as_cached(self, case: Case) -> _Drawn:
         """Return keys and values after a way through the case's cache; in 8 bits they are float32."""

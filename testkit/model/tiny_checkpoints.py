@@ -115,6 +115,25 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _with(**_LATENT, q_lora_rank=48),
 }
 
+_DENSE_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}  # fmt: skip
+LATENT_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": _with(
+        **_LATENT, q_lora_rank=48, rope_interleave=True, mlp_layer_types=["dense", "sparse", "sparse"]
+    ),
+    "minicpm3": _with(**_DENSE_LATENT, scale_emb=1.0),
+    "youtu": _with(**_DENSE_LATENT, embedding_initializer_range=0.15),
+    "axk1": _with(**_LATENT, q_lora_rank=48, mlp_layer_types=["dense", "sparse", "sparse"]),
+    "longcat_flash": {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "ffn_hidden_size": 128, "num_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 512, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2,
+        "expert_ffn_hidden_size": 32, "head_dim": 16, **_DENSE_LATENT,
+    },
+}  # fmt: skip
+"""Further types with latent attention. Names and fields are as in `ARCHITECTURES`."""
+
 # Models that the engine refuses: the config, and a pattern for the reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_next": (
@@ -138,7 +157,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def tiny_config(architecture: str) -> PretrainedConfig:
     """Return the config of one of `ARCHITECTURES`; large untied weights make random output vary."""
-    return _config(architecture.partition("-")[0], ARCHITECTURES[architecture])
+    return _config(architecture.partition("-")[0], (ARCHITECTURES | LATENT_ARCHITECTURES)[architecture])
 
 
 def write_checkpoint(path: Path, architecture: str = "llama", with_tokenizer: bool = True, **changes: Any) -> Path:

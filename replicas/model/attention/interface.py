@@ -24,6 +24,8 @@ from replicas.model.batch.inputs import BatchInputs
 ATTENTION_NAME = "headway_paged"
 _PORT_ATTRIBUTE = "headway_attention_port"
 _LAYER_ATTRIBUTE = "headway_layer"
+LATENT_ATTRIBUTE = "headway_latent"
+"""Attribute of attention modules that compute with latent keys: their `LatentHeads`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,16 @@ class AttentionContext(Protocol):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the attention output, [num_tokens, num_query_heads, value_size]."""
+
+
+class LatentHeads(Protocol):
+    """Products with which queries meet latent keys, and with which sums of latent values become outputs."""
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Return queries [1, num_heads, num_tokens, latent key_size] for a layer's own queries."""
+
+    def expand(self, output: Tensor) -> Tensor:
+        """Return [num_tokens, num_heads, value_size] for attention's output, whose values are latent."""
 
 
 AttentionBackend = Callable[[KVCache, BatchInputs], AttentionContext]
@@ -160,8 +172,11 @@ def attention_forward(
     value_size], and None in the place of the attention weights.
     """
     port: AttentionPort = getattr(module, _PORT_ATTRIBUTE)
-    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    latent: LatentHeads | None = getattr(module, LATENT_ATTRIBUTE, None)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if latent is not None:
+        query = latent.absorb(query)
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     softcap, window = softcap or None, sliding_window or None
     if torch.compiler.is_compiling():
         number: Tensor = getattr(module, _LAYER_ATTRIBUTE)
@@ -170,7 +185,7 @@ def attention_forward(
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         scoring, given = Scoring(scale, softcap, s_aux), _given(module, attention_mask, extras)
         output = port.attend(AttentionCall(layer, query, key, value, scoring, window, given))
-    return output[None], None
+    return (output if latent is None else latent.expand(output))[None], None
 
 
 def number_layers(model: nn.Module) -> None:

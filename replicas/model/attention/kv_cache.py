@@ -36,6 +36,18 @@ class AttentionLayer:
     has_sinks: bool
     kv_source: int | None = None
     """Index of the layer whose keys and values this one uses; None: it has its own."""
+    has_values_in_keys: bool = False
+    """True if a value is the first `value_size` numbers of its key, as in latent attention: only keys are stored."""
+
+    @property
+    def num_numbers(self) -> int:
+        """Numbers of one token in the cache."""
+        return self.num_kv_heads * (self.key_size + (0 if self.has_values_in_keys else self.value_size))
+
+    @property
+    def num_scales(self) -> int:
+        """Scales of one token in a cache in 8 bits."""
+        return self.num_kv_heads * (1 if self.has_values_in_keys else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +62,14 @@ class LayerCache:
     key_scales: Tensor | None = None
     """[num_blocks + 1, num_kv_heads, block_size] float32: factors of numbers in 8 bits; None: the numbers have none."""
     value_scales: Tensor | None = None
+    has_values_in_keys: bool = False
+    """True if values and their scales are views of the keys and theirs."""
 
     @property
-    def parts(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-        """Keys and values, each with its scales."""
-        return (self.keys, self.key_scales), (self.values, self.value_scales)
+    def parts(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
+        """Keys and, unless they are in the keys, values, each with its scales."""
+        keys = (self.keys, self.key_scales)
+        return (keys,) if self.has_values_in_keys else (keys, (self.values, self.value_scales))
 
     @property
     def is_quantized(self) -> bool:
@@ -68,7 +83,7 @@ class LayerCache:
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key and value [num_tokens, num_kv_heads, size] in `slots` [num_tokens] int64."""
-        for (numbers, scales), written in zip(self.parts, (key, value), strict=True):
+        for (numbers, scales), written in zip(self.parts, (key, value), strict=False):
             rows = _movable(numbers).view(-1, *numbers.shape[2:])
             if scales is None:
                 rows.index_copy_(0, slots, written)
@@ -83,8 +98,8 @@ class LayerCache:
 
         Each is [num_blocks, block_size, num_kv_heads, size].
         """
-        keys, values = (_read(numbers, scales, blocks, dtype) for numbers, scales in self.parts)
-        return keys, values
+        keys, *values = (_read(numbers, scales, blocks, dtype) for numbers, scales in self.parts)
+        return keys, values[0] if values else keys[..., : self.values.shape[3]]
 
 
 def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -137,19 +152,19 @@ class KVCache:
         self.is_quantized = is_quantized(dtype)
         """True if keys and values have 8 bits and scales."""
 
-        def scales(layer: AttentionLayer) -> Tensor | None:
-            shape = (num_blocks + 1, layer.num_kv_heads, block_size)
-            return _zeros(shape, torch.float32, device) if self.is_quantized else None
+        def part(layer: AttentionLayer, size: int) -> tuple[Tensor, Tensor | None]:
+            numbers = _zeros((num_blocks + 1, block_size, layer.num_kv_heads, size), dtype, device)
+            scales_shape = (num_blocks + 1, layer.num_kv_heads, block_size)
+            return numbers, _zeros(scales_shape, torch.float32, device) if self.is_quantized else None
 
-        owners = {
-            layer.index: LayerCache(
-                _zeros((num_blocks + 1, block_size, layer.num_kv_heads, layer.key_size), dtype, device),
-                _zeros((num_blocks + 1, block_size, layer.num_kv_heads, layer.value_size), dtype, device),
-                scales(layer),
-                scales(layer),
-            )
-            for layer in with_cache(layers)
-        }
+        def layer_cache(layer: AttentionLayer) -> LayerCache:
+            keys, key_scales = part(layer, layer.key_size)
+            if layer.has_values_in_keys:
+                return LayerCache(keys, keys[..., : layer.value_size], key_scales, key_scales, has_values_in_keys=True)
+            values, value_scales = part(layer, layer.value_size)
+            return LayerCache(keys, values, key_scales, value_scales)
+
+        owners = {layer.index: layer_cache(layer) for layer in with_cache(layers)}
         self._layers = {
             layer.index: owners[layer.index if layer.kv_source is None else layer.kv_source] for layer in layers
         }
@@ -175,13 +190,14 @@ def bytes_per_block(layers: Iterable[AttentionLayer], block_size: int, dtype: to
 
 def bytes_per_token(layer: AttentionLayer, dtype: torch.dtype) -> int:
     """Return the size of one token in one layer, in bytes, with its scales."""
-    scale_bytes = 2 * torch.float32.itemsize if is_quantized(dtype) else 0
-    return layer.num_kv_heads * ((layer.key_size + layer.value_size) * dtype.itemsize + scale_bytes)
+    scale_bytes = torch.float32.itemsize if is_quantized(dtype) else 0
+    return layer.num_numbers * dtype.itemsize + layer.num_scales * scale_bytes
 
 
 def num_tensors(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
     """Return the number of tensors of a cache."""
-    return len(with_cache(layers)) * (4 if is_quantized(dtype) else 2)
+    num_parts = sum(1 if layer.has_values_in_keys else 2 for layer in with_cache(layers))
+    return num_parts * (2 if is_quantized(dtype) else 1)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -54,6 +54,7 @@ class _Recorder:
                 softcap=call.scoring.softcap,
                 has_sinks=call.scoring.sinks is not None,
                 kv_source=None if source == call.layer else source,
+                has_values_in_keys=_identity(call.value) == _identity(call.key[..., : call.value.shape[2]]),
             )
         )
         self.extras |= call.extras

@@ -122,6 +122,8 @@ def _refuse_flash(spec: AttentionSpec) -> None:
     """Raise ModelLoadError if FlashAttention 3 is missing, or does not support the device or a dtype of `spec`."""
     if spec.quantized_cache is not None:
         raise ModelLoadError("it does not read a KV cache in 8 bits")
+    if any(layer.has_values_in_keys for layer in spec.layers):
+        raise ModelLoadError("it does not read latent keys")
     FlashBackend(spec.dtype, spec.device)
 
 
@@ -194,11 +196,12 @@ def _calls(
     for chunks in schedule:
         items = [_item(spec, index, start, end, num_blocks) for index, (start, end) in enumerate(chunks)]
         num_tokens = sum(item.num_tokens for item in items)
+        key, value = (draw(num_tokens, layer.num_kv_heads, size) for size in (layer.key_size, layer.value_size))
         call = AttentionCall(
             layer=0,
             query=draw(num_tokens, layer.num_query_heads, layer.key_size),
-            key=draw(num_tokens, layer.num_kv_heads, layer.key_size),
-            value=draw(num_tokens, layer.num_kv_heads, layer.value_size),
+            key=key,
+            value=key[..., : layer.value_size] if layer.has_values_in_keys else value,
             scoring=Scoring(layer.key_size**-0.5, layer.softcap, sinks),
             window=layer.window,
             extras=frozenset(),

@@ -37,6 +37,8 @@ _KEY_BYTES = 16 * 1024
 _READING_SHARED_MEMORY = (90, 100, 103)
 # Alignments of strides that kernels are compiled for: 32 and 16 bytes of 16-bit numbers, or none.
 _ALIGNMENTS = (16, 8, 1)
+# Query heads of a program over values in keys, whose sums are wide.
+_MOST_LATENT_HEADS = 16
 # Numbers that one program of the writing kernel copies.
 _PROGRAM_NUMBERS = 4096
 # Smallest number of keys per part where parts end at fixed positions.
@@ -56,16 +58,29 @@ class LayerShape:
     value_size: int
     itemsize: int
     """Size of a number of queries and of products, bytes."""
+    has_values_in_keys: bool = False
+    """True if a value is the first `value_size` numbers of its key."""
+    heads_per_key: int = 1
+    """Number of KV heads that are one head of the cache."""
 
     @property
     def key_width(self) -> int:
-        """Width of a tile of keys: the key size, rounded up to a power of two."""
-        return max(_MIN_WIDTH, int(triton.next_power_of_2(self.key_size)))
+        """Width of a tile of keys, or of their values: their size, rounded up to a power of two."""
+        return _width(self.value_size if self.has_values_in_keys else self.key_size)
 
     @property
     def value_width(self) -> int:
         """Width of a tile of values: the value size, rounded up to a power of two."""
-        return max(_MIN_WIDTH, int(triton.next_power_of_2(self.value_size)))
+        return _width(self.value_size)
+
+    @property
+    def rest_width(self) -> int:
+        """Width of a tile of the numbers behind the values in keys; 0: values are not in the keys."""
+        return _width(self.key_size - self.value_size) if self.has_values_in_keys else 0
+
+
+def _width(size: int) -> int:
+    return max(_MIN_WIDTH, int(triton.next_power_of_2(size)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +98,19 @@ def layer_shape(call: AttentionCall, layer: LayerCache) -> LayerShape:
     """Return the layer shape of `call`."""
     _, num_heads, key_size = call.query.shape
     _, num_kv_heads, value_size = call.value.shape
-    return LayerShape(num_kv_heads, num_heads // num_kv_heads, key_size, value_size, call.query.itemsize)
+    group_size, heads_per_key = num_heads // num_kv_heads, 1
+    if layer.has_values_in_keys:
+        most = min(group_size, _MOST_LATENT_HEADS)
+        heads_per_key = group_size // next(size for size in range(most, 0, -1) if group_size % size == 0)
+    return LayerShape(
+        num_kv_heads * heads_per_key,
+        group_size // heads_per_key,
+        key_size,
+        value_size,
+        call.query.itemsize,
+        layer.has_values_in_keys,
+        heads_per_key,
+    )
 
 
 @cache
@@ -108,7 +135,8 @@ def choose_tile(shape: LayerShape, is_decode: bool, capability: int) -> TileShap
     # have.
     if capability in _READING_SHARED_MEMORY:
         num_stages = 2 if capability >= 100 and width <= 64 else 3
-        return TileShape(rows // shape.group_size, rows, keys, num_warps=8 if is_narrow else 4, num_stages=num_stages)
+        num_warps = 4 if 128 < width <= 256 else 8
+        return TileShape(rows // shape.group_size, rows, keys, num_warps, num_stages)
     # Sums are in registers, and so are the operands of the matrix units.
     return TileShape(rows // shape.group_size, rows, min(32, keys), num_warps=8, num_stages=3)
 
@@ -298,8 +326,9 @@ class _Parts:
 def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, call: AttentionCall) -> None:
     """Store the key and value of each token of `call` in the token's slot."""
     key, value = with_dense_heads(call.key), with_dense_heads(call.value)
-    num_rows = len(slots) * shape.num_kv_heads
-    tile_rows = max(1, _PROGRAM_NUMBERS // max(shape.key_width, shape.value_width))
+    num_heads, key_width = shape.num_kv_heads // shape.heads_per_key, _width(shape.key_size)
+    num_rows = len(slots) * num_heads
+    tile_rows = max(1, _PROGRAM_NUMBERS // max(key_width, shape.value_width))
     strides = (*_outer_strides(key), *_outer_strides(value))
     write_kernel[(triton.cdiv(num_rows, tile_rows),)](
         key,
@@ -308,13 +337,14 @@ def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, c
         slots,
         num_rows,
         *strides,
-        NUM_KV_HEADS=shape.num_kv_heads,
+        NUM_KV_HEADS=num_heads,
         KEY_SIZE=shape.key_size,
         VALUE_SIZE=shape.value_size,
-        KEY_WIDTH=shape.key_width,
+        KEY_WIDTH=key_width,
         VALUE_WIDTH=shape.value_width,
         BLOCK_SIZE=layer.keys.shape[1],
         TILE_ROWS=tile_rows,
+        HAS_VALUES=not layer.has_values_in_keys,
         HAS_SCALES=layer.is_quantized,
         IS_FLOAT8=layer.keys.dtype == torch.float8_e4m3fn,
         STRIDE_ALIGNMENT=_alignment(strides),
@@ -384,6 +414,8 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
         VALUE_SIZE=shape.value_size,
         KEY_WIDTH=shape.key_width,
         VALUE_WIDTH=shape.value_width,
+        REST_WIDTH=shape.rest_width,
+        HEADS_PER_KEY=shape.heads_per_key,
         BLOCK_SIZE=layer.keys.shape[1],
         TILE_ROWS=tile.rows,
         TILE_KEYS=tile.keys,

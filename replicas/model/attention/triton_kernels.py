@@ -20,6 +20,10 @@ serving. STRIDE_ALIGNMENT says what the strides are multiples of, so that the co
 With HAS_SCALES the cache holds bytes: int8, or float8 (e4m3) with IS_FLOAT8. They are widened to the type of the
 queries, in which they are exact, and scores and weights are multiplied by the scales in float32. Float8 is made and
 read as bits, because not every device converts it. Without HAS_SCALES the scales are not read.
+
+With REST_WIDTH values are the first VALUE_SIZE numbers of the keys (latent attention), so that a tile of the cache is
+read once for both. KEY_WIDTH is VALUE_WIDTH then, and the other numbers of a key are a tile of REST_WIDTH columns.
+HEADS_PER_KEY KV heads are one head of the cache: so many query heads share a key that one program cannot have them all.
 """
 
 from __future__ import annotations
@@ -186,6 +190,8 @@ def attend_kernel(
     VALUE_SIZE: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
+    REST_WIDTH: tl.constexpr,
+    HEADS_PER_KEY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -225,19 +231,22 @@ def attend_kernel(
     if table_row < 0:
         tl.store(targets, tl.zeros([TILE_ROWS, VALUE_WIDTH], output.dtype.element_ty), mask=is_target)
         return
+    query_rows = query + (first_row + tokens)[:, None] * query_stride + query_heads[:, None] * query_head_stride
     columns = tl.arange(0, KEY_WIDTH)
-    queries = tl.load(
-        query + (first_row + tokens)[:, None] * query_stride + query_heads[:, None] * query_head_stride + columns,
-        mask=is_row[:, None] & (columns < KEY_SIZE)[None, :],
-        other=0.0,
-    )
+    key_end: tl.constexpr = VALUE_SIZE if REST_WIDTH else KEY_SIZE
+    queries = tl.load(query_rows + columns, mask=is_row[:, None] & (columns < key_end)[None, :], other=0.0)
+    rest_queries = queries
+    if REST_WIDTH:
+        columns = VALUE_SIZE + tl.arange(0, REST_WIDTH)
+        rest_queries = tl.load(query_rows + columns, mask=is_row[:, None] & (columns < KEY_SIZE)[None, :], other=0.0)
     if not HAS_SCALES:
         queries = queries.to(cached_keys.dtype.element_ty)
+        rest_queries = rest_queries.to(cached_keys.dtype.element_ty)
     values, highest, total = _attend_keys(
-        queries, first_position + tokens, begin, end, cached_keys, cached_values, key_scales, value_scales,
-        tables + table_row * table_stride, head, scale, softcap, window,
-        NUM_KV_HEADS, KEY_SIZE, VALUE_SIZE, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, TILE_ROWS, TILE_KEYS,
-        HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, IS_FLOAT8,
+        queries, rest_queries, first_position + tokens, begin, end, cached_keys, cached_values, key_scales,
+        value_scales, tables + table_row * table_stride, head // HEADS_PER_KEY, scale, softcap, window,
+        NUM_KV_HEADS // HEADS_PER_KEY, KEY_SIZE, VALUE_SIZE, KEY_WIDTH, VALUE_WIDTH, REST_WIDTH, BLOCK_SIZE, TILE_ROWS,
+        TILE_KEYS, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, IS_FLOAT8,
     )  # fmt: skip
 
     # A row may see no key of this part. Then its sum is -inf and its values are zeros.
@@ -260,6 +269,7 @@ def attend_kernel(
 @triton.jit
 def _attend_keys(
     queries,
+    rest_queries,
     positions,
     begin,
     end,
@@ -277,6 +287,7 @@ def _attend_keys(
     VALUE_SIZE: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
+    REST_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -300,14 +311,32 @@ def _attend_keys(
         is_key = keys_at < end
         block = tl.load(table + keys_at // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         slot = (block * BLOCK_SIZE + keys_at % BLOCK_SIZE) * NUM_KV_HEADS + head
-        key = tl.load(
-            cached_keys + slot[None, :] * KEY_SIZE + key_columns[:, None],
-            mask=is_key[None, :] & (key_columns < KEY_SIZE)[:, None],
-            other=0.0,
-        )
-        if HAS_SCALES:
-            key = _widened(key, queries.dtype, IS_FLOAT8)
-        score = tl.dot(queries, key, input_precision="ieee") * scale
+        if REST_WIDTH:
+            value = tl.load(
+                cached_keys + slot[:, None] * KEY_SIZE + value_columns[None, :],
+                mask=is_key[:, None] & (value_columns < VALUE_SIZE)[None, :],
+                other=0.0,
+            )
+            rest_columns = VALUE_SIZE + tl.arange(0, REST_WIDTH)
+            key = tl.load(
+                cached_keys + slot[None, :] * KEY_SIZE + rest_columns[:, None],
+                mask=is_key[None, :] & (rest_columns < KEY_SIZE)[:, None],
+                other=0.0,
+            )
+            if HAS_SCALES:
+                value = _widened(value, queries.dtype, IS_FLOAT8)
+                key = _widened(key, queries.dtype, IS_FLOAT8)
+            score = tl.dot(queries, tl.trans(value), input_precision="ieee")
+            score = (score + tl.dot(rest_queries, key, input_precision="ieee")) * scale
+        else:
+            key = tl.load(
+                cached_keys + slot[None, :] * KEY_SIZE + key_columns[:, None],
+                mask=is_key[None, :] & (key_columns < KEY_SIZE)[:, None],
+                other=0.0,
+            )
+            if HAS_SCALES:
+                key = _widened(key, queries.dtype, IS_FLOAT8)
+            score = tl.dot(queries, key, input_precision="ieee") * scale
         if HAS_SCALES:
             scale_at = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + keys_at % BLOCK_SIZE
             key_scale = tl.load(key_scales + scale_at, mask=is_key, other=0.0)
@@ -324,14 +353,16 @@ def _attend_keys(
         raised_or_zero = tl.where(raised == float("-inf"), 0.0, raised)
         weights = tl.exp2(score - raised_or_zero[:, None])
         shrink = tl.exp2(highest - raised_or_zero)
-        value = tl.load(
-            cached_values + slot[:, None] * VALUE_SIZE + value_columns[None, :],
-            mask=is_key[:, None] & (value_columns < VALUE_SIZE)[None, :],
-            other=0.0,
-        )
+        if not REST_WIDTH:
+            value = tl.load(
+                cached_values + slot[:, None] * VALUE_SIZE + value_columns[None, :],
+                mask=is_key[:, None] & (value_columns < VALUE_SIZE)[None, :],
+                other=0.0,
+            )
+            if HAS_SCALES:
+                value = _widened(value, queries.dtype, IS_FLOAT8)
         total = total * shrink + tl.sum(weights, 1)
         if HAS_SCALES:
-            value = _widened(value, queries.dtype, IS_FLOAT8)
             # The factor keeps weights within the numbers of float16: a scale is the largest value by 127 or 448.
             value_scale = tl.load(value_scales + scale_at, mask=is_key, other=0.0)
             weights *= (value_scale * (_WIDENED_FACTOR if IS_FLOAT8 else _INT8_FACTOR))[None, :]
@@ -443,11 +474,15 @@ def write_kernel(
     VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
     STRIDE_ALIGNMENT: tl.constexpr,
 ):
-    """Store keys and values in their tokens' slots. Row token * NUM_KV_HEADS + head is one head of one token."""
+    """Store keys and values in their tokens' slots. Row token * NUM_KV_HEADS + head is one head of one token.
+
+    Without HAS_VALUES only keys are stored.
+    """
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = rows < num_rows
     key_stride = key_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT
@@ -468,10 +503,11 @@ def write_kernel(
         tl.store(key_scales + scale_at, scales, mask=is_row[:, None])
     tl.store(cached_keys + cells * KEY_SIZE + columns, numbers.to(cached_keys.dtype.element_ty), mask=mask)
 
-    columns = tl.arange(0, VALUE_WIDTH)[None, :]
-    mask = is_row[:, None] & (columns < VALUE_SIZE)
-    numbers = tl.load(value + tokens * value_stride + heads * value_head_stride + columns, mask=mask, other=0.0)
-    if HAS_SCALES:
-        numbers, scales = _quantize(numbers, IS_FLOAT8)
-        tl.store(value_scales + scale_at, scales, mask=is_row[:, None])
-    tl.store(cached_values + cells * VALUE_SIZE + columns, numbers.to(cached_values.dtype.element_ty), mask=mask)
+    if HAS_VALUES:
+        columns = tl.arange(0, VALUE_WIDTH)[None, :]
+        mask = is_row[:, None] & (columns < VALUE_SIZE)
+        numbers = tl.load(value + tokens * value_stride + heads * value_head_stride + columns, mask=mask, other=0.0)
+        if HAS_SCALES:
+            numbers, scales = _quantize(numbers, IS_FLOAT8)
+            tl.store(value_scales + scale_at, scales, mask=is_row[:, None])
+        tl.store(cached_values + cells * VALUE_SIZE + columns, numbers.to(cached_values.dtype.element_ty), mask=mask)

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replicas.errors import UnsupportedModel
 from replicas.model.hardware.selfcheck import find_fault, relative_error
-from replicas.model.layers.triton_experts import batch_invariant_tile
+from replicas.model.layers.experts import ExpertLayer, Routing
+from replicas.model.layers.triton_experts import batch_invariant_expert_linear, batch_invariant_tile
 from replicas.model.layers.triton_kernels import linear_kernel, row_sum_kernel
 
 _ROW_TILE = 1024
@@ -101,9 +102,17 @@ def _addmm(bias: Tensor, inputs: Tensor, weight: Tensor, *, beta: float = 1, alp
 
 
 def _bmm(inputs: Tensor, weights: Tensor) -> Tensor:
-    if inputs.shape[-1] != 1:
+    if inputs.shape[-1] == 1:
+        return inputs * weights  # There is nothing to add up. Rotary encodings compute their angles so.
+    if not isinstance(weights, nn.Parameter):
         raise DependsOnBatch("bmm")
-    return inputs * weights  # There is nothing to add up. Rotary encodings compute their angles so.
+    num_heads, num_rows, in_size = inputs.shape
+    numbers = torch.arange(num_heads * num_rows, device=inputs.device)
+    starts = torch.arange(num_heads + 1, device=inputs.device) * num_rows
+    layer = ExpertLayer(weights.contiguous(), None, is_transposed=True)
+    rows = inputs.reshape(-1, in_size).contiguous()
+    output = batch_invariant_expert_linear(rows, layer, Routing(numbers, starts, top_k=1), is_first=True)
+    return output.view(num_heads, num_rows, -1)
 
 
 def _sum(

@@ -19,6 +19,7 @@ from replicas.model.hardware.selfcheck import WHOLE_MODEL, find_fault, relative_
 from replicas.model.layers.cpp_decoder import CppDecoder
 from replicas.model.layers.experts import ExpertLinear, replace_experts
 from replicas.model.layers.fused_decoder import FusedDecoder, can_fuse
+from replicas.model.layers.latent_attention import CppHeadLinear, HeadLinearFactory, replace_head_linears
 from replicas.model.layers.linear import LinearFactory, choose_linears, plain_linear, replace_linears
 from replicas.model.layers.ops import CppLayerOps, LayerOps, Norm, TorchLayerOps
 
@@ -41,6 +42,8 @@ class FusedModules:
     """Decoder class for a model that can be fused."""
     expert_linear: ExpertLinear | None = None
     """Linear layers of experts; None: experts stay as they are."""
+    head_linear: HeadLinearFactory | None = None
+    """Factory of the linear layers of latent attention's heads; None: they stay as they are."""
 
 
 def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> FusedModules:
@@ -51,7 +54,7 @@ def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> Fus
     """
     make_linear = choose_linears(dtype, has_kernels, quantization)
     return (
-        FusedModules(CppLayerOps(), make_linear, CppDecoder)
+        FusedModules(CppLayerOps(), make_linear, CppDecoder, head_linear=CppHeadLinear)
         if has_kernels
         else FusedModules(TorchLayerOps(), make_linear)
     )
@@ -74,6 +77,8 @@ def optimize_model(
         model.model = modules.decoder(model.model, port, layers, modules.ops, modules.make_linear)
     replace_norms(model, modules.ops)
     replace_linears(model, modules.make_linear)
+    if modules.head_linear is not None:
+        replace_head_linears(model, modules.head_linear)
     if modules.expert_linear is not None:
         fault = replace_experts(model, modules.expert_linear)
         if fault is not None:

@@ -15,6 +15,7 @@ from replicas.errors import ModelLoadError
 from replicas.model.attention.kv_cache import with_cache
 from replicas.model.attention.probe import probe_shapes
 from replicas.model.hardware.limits import unshared_bytes
+from replicas.model.layers.latent_attention import store_latents
 from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import ModelFacts
 from replicas.model.loading.weights import check_shapes
@@ -27,7 +28,9 @@ def check_model(directory: Path) -> ModelFacts:
         ModelLoadError: it does not, or has not.
     """
     config = read_config(str(directory.resolve()))
-    layers = probe_shapes(check_shapes(directory, config))
+    model = check_shapes(directory, config)
+    store_latents(model)
+    layers = probe_shapes(model)
     from replicas.model.loading.loader import longest_of, tokenizer_of  # Only here: a refusal needs no more libraries.
 
     tokenizer = tokenizer_of(str(directory))  # Kept, since the process's memory counts.
@@ -36,8 +39,8 @@ def check_model(directory: Path) -> ModelFacts:
     if layers is None:
         return ModelFacts(process_bytes, longest_of(config))
     cached = with_cache(layers)
-    kv_numbers = sum(layer.num_kv_heads * (layer.key_size + layer.value_size) for layer in cached)
-    return ModelFacts(process_bytes, longest_of(config), kv_numbers, sum(layer.num_kv_heads for layer in cached))
+    kv_numbers, kv_scales = sum(layer.num_numbers for layer in cached), sum(layer.num_scales for layer in cached)
+    return ModelFacts(process_bytes, longest_of(config), kv_numbers, kv_scales)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ class ModelFacts:
     """Most tokens of a sequence for which the position encoding stays as it is."""
     kv_numbers: int | None = None
     """Numbers that one token has in the KV cache, over all layers."""
-    kv_heads: int | None = None
-    """KV heads over all layers."""
+    kv_scales: int | None = None
+    """Scales that one token has in a KV cache in 8 bits, over all layers."""
 
     def write(self) -> str:
         """Return the facts in one line, for `read`."""
@@ -41,11 +41,11 @@ class ModelFacts:
 
     def kv_token_bytes(self, model: ModelOptions, runner: RunnerOptions) -> int | None:
         """Return the size of one token in a KV cache on CPU, bytes."""
-        if self.kv_numbers is None or self.kv_heads is None:
+        if self.kv_numbers is None or self.kv_scales is None:
             return None
         if runner.kv_cache_dtype == "auto":
             return self.kv_numbers * value_bytes_on_cpu(model.dtype)
-        return self.kv_numbers + 2 * self.kv_heads * _SCALE_BYTES
+        return self.kv_numbers + self.kv_scales * _SCALE_BYTES
 
     def check_cache(self, model: ModelOptions, runner: RunnerOptions, limits: EngineLimits) -> None:
         """Check that the KV cache of a replica on CPU holds one sequence of `max_model_len` tokens, or else one block.

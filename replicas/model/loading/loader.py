@@ -25,6 +25,7 @@ from replicas.model.hardware.kernel_build import load_kernels
 from replicas.model.hardware.limits import cpu_limit
 from replicas.model.layers.embedding import guard_embedding
 from replicas.model.layers.fused_decoder import can_fuse
+from replicas.model.layers.latent_attention import store_checked_latents
 from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model
 from replicas.model.loading.config import read_config
@@ -134,6 +135,8 @@ def load_model(options: ModelOptions) -> LoadedModel:
     remove_waits(model)
     port = AttentionPort(model)
     layers = probe_attention(model, port)
+    if store_checked_latents(model, port):
+        layers = probe_attention(model, port)
     _optimize(model, port, layers, options, has_kernels)
     vocab_size = config.get_text_config(decoder=True).vocab_size
     configured_ids, end_id = _configured_eos_token_ids(model), getattr(tokenizer, "eos_token_id", None)

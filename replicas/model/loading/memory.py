@@ -28,6 +28,8 @@ _BYTES_PER_LOGIT = 16
 _COMPILERS = ("g++", "c++")
 _JOINED = re.compile(r"\.(?:[qkv]|gate|up)_proj\.")
 """Parts of names by which weights differ that are joined to one layer."""
+_DENSE = re.compile(r"\.experts\.|\.kv_b_proj\.")
+"""Parts of names of weights that become dense: those of experts and of latent attention's heads."""
 _LEAST_CACHE_BYTES = 64 * 2**20
 
 
@@ -114,7 +116,7 @@ def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, An
     packed_weights = [
         weight
         for weight in weights.quantized.values()
-        if has_kernels and model.quantization != "int8" and is_kept(weight) and ".experts." not in weight.name
+        if has_kernels and model.quantization != "int8" and is_kept(weight) and not _DENSE.search(weight.name)
     ]
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in packed_weights)
     if config["tie_word_embeddings"] and not {"lm_head.weight"} & (weights.plain.keys() | weights.quantized.keys()):

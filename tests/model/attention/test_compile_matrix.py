@@ -19,7 +19,7 @@ import triton
 
 from replicas.model.attention.triton import LayerShape, choose_tile
 from replicas.model.attention.triton_kernels import attend_kernel
-from tests.model.attention.test_triton_compilation import PLAIN, compiled, not_interpreted, sizes
+from tests.model.attention.test_triton_compilation import PLAIN, compiled, not_interpreted, widths
 
 pytestmark = not_interpreted
 
@@ -28,6 +28,13 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 def shape(num_kv_heads: int, group_size: int, key_size: int, value_size: int | None = None) -> LayerShape:
     return LayerShape(num_kv_heads, group_size, key_size, value_size or key_size, itemsize=2)
+
+
+def latent(num_heads: int, latent_size: int, rotary_size: int) -> LayerShape:
+    """Return the shape that `layer_shape` makes of latent attention."""
+    group_size = next(size for size in range(16, 0, -1) if num_heads % size == 0)
+    num_kv_heads = num_heads // group_size
+    return LayerShape(num_kv_heads, group_size, latent_size + rotary_size, latent_size, 2, True, num_kv_heads)
 
 
 WINDOW, CAPPED, SINKS = (
@@ -49,7 +56,11 @@ LAYERS: dict[str, tuple[LayerShape, dict[str, bool]]] = {
     "phi-3-mini": (shape(32, 1, 96), WINDOW),
     "gpt2": (shape(12, 1, 64), {}),
     "gpt-oss-20b": (shape(8, 8, 64), SINKS),
-    "deepseek-v2-lite": (shape(16, 1, 192, 128), {}),
+    "deepseek-v2-lite": (latent(16, 512, 64), {}),
+    "deepseek-v3": (latent(128, 512, 64), {}),
+    "glm-4.7-flash": (latent(20, 512, 64), {}),
+    "minicpm3-4b": (latent(40, 256, 32), {}),
+    "deepseek-v2-lite-expanded": (shape(16, 1, 192, 128), {}),
     "starcoder": (shape(1, 48, 128), {}),
 }
 
@@ -118,7 +129,7 @@ def attention(name: str, kind: str, capability: int, bits: dict[str, bool] | Non
     is_decode, is_split = KINDS[kind]
     tile = choose_tile(layer, is_decode, capability)
     constants = {
-        **sizes(layer), **PLAIN, **scores, **(bits or {}), "GROUP_SIZE": layer.group_size, "BLOCK_SIZE": 16,
+        **widths(layer), **PLAIN, **scores, **(bits or {}), "GROUP_SIZE": layer.group_size, "BLOCK_SIZE": 16,
         "TILE_ROWS": tile.rows, "TILE_KEYS": tile.keys, "IS_SPLIT": is_split,
         "STRIDE_ALIGNMENT": 16,
     }  # fmt: skip

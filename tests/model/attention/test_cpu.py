@@ -51,6 +51,16 @@ def test_compiled_equals_attention_by_definition(
         check(Case(chunks, heads, sizes, window, softcap, has_sinks, dtype=dtype, scale=0.1))
 
 
+@pytest.mark.parametrize("backend", [GatherAttention, CppAttention])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_latent_keys_that_hold_their_values(backend: AttentionBackend, dtype: torch.dtype) -> None:
+    if backend is CppAttention:
+        need_kernels()
+    latent = Case(heads=(20, 1), sizes=(48, 32), has_values_in_keys=True, dtype=dtype, scale=0.15)
+    for chunks in (*MIXTURES.values(), ((600, 601),), ((500, 503), (270, 271))):
+        check(latent.of(chunks), backend)
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("seed", range(8))
@@ -83,12 +93,15 @@ def test_long_context_is_split_between_threads(dtype: torch.dtype) -> None:
                 check(kind.of(chunks))
 
 
+WINDOWS = {window: Case(heads=(6, 2), sizes=(64, 64), scale=0.125, window=window) for window in (None, 24, 700)}
+LATENT = Case(heads=(6, 1), sizes=(48, 32), scale=0.125, has_values_in_keys=True)
+
+
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("window", [None, 24, 700])
+@pytest.mark.parametrize("plain", [*WINDOWS.values(), LATENT], ids=[*map(str, WINDOWS), "latent"])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_output_of_a_token_depends_neither_on_neighbours_nor_on_chunks(window: int | None, num_threads: int) -> None:
+def test_output_of_a_token_depends_neither_on_neighbours_nor_on_chunks(plain: Case, num_threads: int) -> None:
     others = ((50, 51), (299, 300), (30, 75), (0, 2), *[(500, 501)] * 6)
-    plain = Case(heads=(6, 2), sizes=(64, 64), scale=0.125, window=window)
     for end in (51, 600, 1100):
         decode, chunk = ((end - 1, end),), ((end - 40, end),)
         with with_threads(1):

@@ -44,6 +44,7 @@ STEPS = {torch.int8: 1 / 254, torch.float8_e4m3fn: 1 / 16}
 CASES = {
     "plain": Case(heads=(6, 2), sizes=(64, 64), scale=0.125),
     "all": Case(heads=(6, 2), sizes=(48, 32), window=40, softcap=5.0, has_sinks=True, block_size=5),
+    "latent": Case(heads=(6, 1), sizes=(48, 32), has_values_in_keys=True),
 }
 
 
@@ -169,6 +170,7 @@ def check_one_output(loaded: LoadedModel, attention: AttentionBackend, type_: to
         ("qwen3", "float32", "none", torch.float8_e4m3fn),
         ("gemma2-window", "bfloat16", "none", torch.int8),
         ("gpt_oss-window", "float32", "none", torch.int8),
+        ("minicpm3", "bfloat16", "none", torch.int8),
     ],
 )
 def test_output_depends_on_the_request_alone(

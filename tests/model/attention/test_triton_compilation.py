@@ -103,6 +103,10 @@ def sizes(shape: LayerShape) -> dict[str, int]:
     }
 
 
+def widths(shape: LayerShape) -> dict[str, int]:
+    return {**sizes(shape), "REST_WIDTH": shape.rest_width, "HEADS_PER_KEY": shape.heads_per_key}
+
+
 @pytest.mark.parametrize(
     ("shape", "device", "is_decode", "is_split", "scores"),
     [
@@ -121,7 +125,7 @@ def test_attention_compiles_and_fits(
 ) -> None:
     tile = choose_tile(shape, is_decode, device[0])
     constants = {
-        **sizes(shape), **PLAIN, **scores, "GROUP_SIZE": shape.group_size, "BLOCK_SIZE": 16, "TILE_ROWS": tile.rows,
+        **widths(shape), **PLAIN, **scores, "GROUP_SIZE": shape.group_size, "BLOCK_SIZE": 16, "TILE_ROWS": tile.rows,
         "TILE_KEYS": tile.keys, "IS_SPLIT": is_split, "STRIDE_ALIGNMENT": 16,
     }  # fmt: skip
     capability, shared_memory = device
@@ -134,7 +138,10 @@ def test_attention_compiles_and_fits(
         assert max(map(int, waits)) > 0, "every copy is waited for as soon as it has begun"
 
 
-WRITE = {"BLOCK_SIZE": 16, "TILE_ROWS": 64, "HAS_SCALES": False, "IS_FLOAT8": False, "STRIDE_ALIGNMENT": 16}
+WRITE = {
+    "BLOCK_SIZE": 16, "TILE_ROWS": 64, "HAS_VALUES": True, "HAS_SCALES": False, "IS_FLOAT8": False,
+    "STRIDE_ALIGNMENT": 16,
+}  # fmt: skip
 
 
 def test_the_other_kernels_compile() -> None:

@@ -48,7 +48,7 @@ def engine(loaded: LoadedModel, sizes: Sizes) -> Engine:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", "qwen2", "qwen3", "cohere2-window", "gemma2-window", "phi3-window", "gpt2"]
+    "architecture", ["llama", "qwen2", "qwen3", "cohere2-window", "gemma2-window", "phi3-window", "gpt2", "minicpm3"]
 )
 def test_no_token_depends_on_its_company(architecture: str) -> None:
     need_kernels()

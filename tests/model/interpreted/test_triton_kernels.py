@@ -76,7 +76,7 @@ def test_every_kind_of_layer(kind: Case) -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("kind", ["plain", "all", "sizes-24-8", "float16"])
+@pytest.mark.parametrize("kind", ["plain", "all", "sizes-24-8", "float16", "latent"])
 def test_a_cache_in_8_bits(kind: str, cache_dtype: torch.dtype) -> None:
     case = replace(KINDS[kind].of(SMALL), cache_dtype=cache_dtype)
     for computes_earlier in (False, True):  # Plain torch stores the earlier keys, or the kernel.
@@ -95,7 +95,7 @@ def test_large_values_of_float16_do_not_overflow_in_8_bits(cache_dtype: torch.dt
     torch.testing.assert_close(output, torch.full_like(output, largest), rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["plain", "all", "group-of-7"])
+@pytest.mark.parametrize("kind", ["plain", "all", "group-of-7", "latent"])
 @pytest.mark.parametrize("num_processors", [4, 12])
 def test_keys_divided_into_parts(kind: str, num_processors: int) -> None:
     check(KINDS[kind].of(((399, 400), (3, 4), (150, 157))), num_processors)

@@ -28,17 +28,17 @@ struct AttentionInputs {
   const T* query;  // rows of num_kv_heads * group_size heads
   int64_t query_row_stride, query_head_stride;
   const C* keys;    // blocks of block_size slots of num_kv_heads heads, contiguous
-  const C* values;
+  const C* values;  // as keys, but a head of value_size numbers begins every value_stride numbers: they may be in the keys
   const float* key_scales;  // blocks of num_kv_heads heads of block_size slots; null if C is T
   const float* value_scales;
   const Chunk* chunks;
   int64_t num_chunks;
   const int64_t* tables;
-  int64_t block_size, num_kv_heads, group_size, key_size, value_size;  // both sizes are multiples of kLanes
-  float scale, softcap;                                                // softcap 0: none
-  int64_t window;                                                      // 0: none
-  const float* sinks;                                                  // may be null
-  T* output;                                                           // rows of heads of value_size, contiguous
+  int64_t block_size, num_kv_heads, group_size, key_size, value_size, value_stride;  // sizes are multiples of kLanes
+  float scale, softcap;                                                              // softcap 0: none
+  int64_t window;                                                                    // 0: none
+  const float* sinks;                                                                // may be null
+  T* output;  // rows of heads of value_size, contiguous
 };
 
 // Attention of some tokens of a chunk, for the query heads of some KV heads, over keys [first_key, end_key).

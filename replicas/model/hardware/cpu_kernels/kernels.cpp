@@ -19,6 +19,7 @@ TORCH_LIBRARY(headway, library) {
   library.def(
       "multiply_by_groups(Tensor inputs, Tensor weight, Tensor scales, int num_outputs, Tensor? bias) -> Tensor");
   library.def("multiply_by_int8(Tensor inputs, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
+  library.def("multiply_heads(Tensor inputs, Tensor weights, int num_outputs) -> Tensor");
   library.def("multiply_by_weight(Tensor inputs, Tensor weight, int num_outputs, Tensor? bias) -> Tensor");
   library.def(
       "run_layers(Tensor(a!) residual, Tensor cos, Tensor sin, Tensor?[] parts, int num_query_heads, float epsilon, "
@@ -33,6 +34,7 @@ TORCH_LIBRARY_IMPL(headway, CPU, library) {
   library.impl("gate_rows", &gate_rows);
   library.impl("multiply_by_groups", &multiply_by_groups);
   library.impl("multiply_by_int8", &multiply_by_int8);
+  library.impl("multiply_heads", &multiply_heads);
   library.impl("multiply_by_weight", &multiply_by_weight);
   library.impl("run_layers", &run_layers);
 }

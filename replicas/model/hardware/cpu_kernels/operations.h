@@ -100,19 +100,22 @@ inline void add_storing(WorkQueue& queue, const Tensor& from, const Tensor& slot
   });
 }
 
-// Adds the loops of `attend_paged`, which fill `output`. For `work` see `add_attention`.
+// Adds the loops of `attend_paged`, which fill `output`. For `work` see `add_attention`. Values may be views of the keys,
+// which alone are stored then.
 inline void add_paged_attention(WorkQueue& queue, const Tensor& query, const Tensor& key, const Tensor& value,
                                 const CachePart& keys, const CachePart& values, const Tensor& slots,
                                 const Tensor& chunks, const Tensor& tables, double scale, int64_t window,
                                 double softcap, const OptionalTensor& sinks, std::shared_ptr<AttentionWork>& work,
                                 Tensor& output) {
   check_cache(keys, query);
-  check_cache(values, query);
+  const bool are_in_keys = values.numbers.const_data_ptr() == keys.numbers.const_data_ptr();
+  if (!are_in_keys) check_cache(values, query);
+  TORCH_CHECK(values.numbers.size(3) % kLanes == 0, "head sizes must be multiples of ", kLanes);
   TORCH_CHECK(keys.numbers.scalar_type() == values.numbers.scalar_type(), "keys and values must have one dtype");
   TORCH_CHECK(slots.is_contiguous() && chunks.is_contiguous() && tables.is_contiguous() && query.stride(2) == 1);
   TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->scalar_type() == at::kFloat), "sinks must be float32");
   add_storing(queue, key, slots, keys);
-  add_storing(queue, value, slots, values);
+  if (!are_in_keys) add_storing(queue, value, slots, values);
   for_type_of(query, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const int64_t block_size = keys.numbers.size(1), num_kv_heads = keys.numbers.size(2);
@@ -123,8 +126,8 @@ inline void add_paged_attention(WorkQueue& queue, const Tensor& query, const Ten
           keys.numbers.const_data_ptr<C>(), values.numbers.const_data_ptr<C>(), keys.scale_pointer(),
           values.scale_pointer(), reinterpret_cast<const Chunk*>(chunks.const_data_ptr<int64_t>()), chunks.size(0),
           tables.const_data_ptr<int64_t>(), block_size, num_kv_heads, query.size(1) / num_kv_heads,
-          keys.numbers.size(3), values.numbers.size(3), static_cast<float>(scale), static_cast<float>(softcap), window,
-          sinks ? sinks->const_data_ptr<float>() : nullptr,
+          keys.numbers.size(3), values.numbers.size(3), values.numbers.stride(2), static_cast<float>(scale),
+          static_cast<float>(softcap), window, sinks ? sinks->const_data_ptr<float>() : nullptr,
           output.mutable_data_ptr<T>()}, work);
     });
   });
@@ -419,6 +422,36 @@ inline Tensor multiply(const Tensor& inputs, const Tensor& weight, const Optiona
 inline Tensor multiply_by_weight(const Tensor& inputs, const Tensor& weight, int64_t num_outputs,
                                  const OptionalTensor& bias) {
   return multiply(inputs, weight, std::nullopt, num_outputs, bias);
+}
+
+// Returns inputs [num_heads, num_rows, num_inputs] times the packed weight [num_outputs, num_inputs] of each head. A
+// product has one order of sums for any number of rows, so it does not use tiles.
+inline Tensor multiply_heads(const Tensor& inputs, const Tensor& weights, int64_t num_outputs) {
+  const int64_t num_heads = inputs.size(0), num_rows = inputs.size(1), num_inputs = inputs.size(2);
+  TORCH_CHECK(weights.dim() == 5 && weights.size(0) == num_heads, "each head needs a packed weight");
+  Tensor output = at::empty({num_heads, num_rows, num_outputs}, inputs.options());
+  WorkQueue queue;
+  for_type_of(inputs, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    check_rows(weights, inputs);
+    check_packed<T, T>(weights.select(0, 0), inputs, num_outputs, std::nullopt);
+    const T *rows = inputs.const_data_ptr<T>(), *packed = weights.const_data_ptr<T>();
+    T* to = output.mutable_data_ptr<T>();
+    const int64_t num_panels = weights.size(1), weight_size = weights.stride(0);
+    queue.add_rows(num_heads * num_panels, 4, [=](int64_t begin, int64_t end) {
+      for (int64_t panel = begin, last; panel < end; panel = last) {
+        const int64_t head = panel / num_panels, first = head * num_panels;
+        last = std::min(end, first + num_panels);
+        const LinearInputs<T, T, T> in{rows + head * num_rows * num_inputs, packed + head * weight_size, nullptr,
+                                       num_rows, num_inputs, num_outputs, to + head * num_rows * num_outputs};
+        multiply_panels(in, panel - first, last - first, [&](auto num, int64_t row, int64_t index, Ahead* ahead) {
+          multiply<num>(in, row, index, ahead);
+        });
+      }
+    });
+  });
+  queue.run();
+  return output;
 }
 
 // Returns inputs [..., num_inputs] times a packed weight in 4 or 8 bits, plus bias [num_outputs]. Scales are [1,

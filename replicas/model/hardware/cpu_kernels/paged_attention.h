@@ -76,14 +76,14 @@ class Fetcher {
   // Prefetches the keys and values of `tile` for the heads of `task`, in `num_steps` steps.
   Fetcher(const AttentionInputs<T, C>& in, const AttentionTask& task, const Tile& tile, int num_steps)
       : in_(in), tile_(tile), first_head_(task.first_head), key_numbers_(task.num_heads * in.key_size),
-        value_numbers_(task.num_heads * in.value_size), num_steps_(num_steps) {}
+        value_numbers_(in.values == in.keys ? 0 : task.num_heads * in.value_size), num_steps_(num_steps) {}
 
   void step() {
     const int end = tile_.num_keys * ++step_ / num_steps_;
     for (; key_ < end; key_++) {
       const int64_t head = tile_.slots[key_] * in_.num_kv_heads + first_head_;
       for (int64_t d = 0; d < key_numbers_; d += kLine) __builtin_prefetch(in_.keys + head * in_.key_size + d);
-      for (int64_t d = 0; d < value_numbers_; d += kLine) __builtin_prefetch(in_.values + head * in_.value_size + d);
+      for (int64_t d = 0; d < value_numbers_; d += kLine) __builtin_prefetch(in_.values + head * in_.value_stride + d);
     }
   }
 
@@ -129,7 +129,7 @@ inline void attend_tile(const AttentionInputs<T, C>& in, const AttentionTask& ta
   for (int key = 0; key < tile.num_keys; key++) {
     const int64_t head = tile.slots[key] * in.num_kv_heads + task.first_head + index;
     keys[key] = in.keys + head * in.key_size;
-    values[key] = in.values + head * in.value_size;
+    values[key] = in.values + head * in.value_stride;
   }
   // Fill up to a multiple of four keys, which `score_rows` needs.
   for (int key = tile.num_keys; key % 4 != 0; key++) keys[key] = keys[key - 1];
