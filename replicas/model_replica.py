@@ -128,7 +128,7 @@ class ModelReplica:
             vocab_size=backend.vocab_size,
             block_size=config.block_size,
             num_blocks=config.num_blocks,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.num_slots,
             dtype=backend.dtype,
             device=backend.device,
             kernels=backend.kernels,
