@@ -37,7 +37,7 @@ def random_hybrid(rng: random.Random, **changes: object) -> EngineConfig:
     return random_config(rng, num_state_slots=rng.randint(3, 14), **changes)
 
 
-@pytest.mark.random_worlds(1600, per_call=200)
+@pytest.mark.random_worlds(450, per_call=50)
 def test_random_worlds_read_no_stale_state_and_give_back_every_slot(seeds: Seeds) -> None:
     num_preemptions = num_hits = 0
     for seed in seeds:
@@ -52,7 +52,7 @@ def test_random_worlds_read_no_stale_state_and_give_back_every_slot(seeds: Seeds
         assert num_preemptions > 5 and num_hits > 5, "the worlds do not reach what they test"
 
 
-@pytest.mark.random_worlds(800, per_call=100)
+@pytest.mark.random_worlds(225, per_call=25)
 def test_steps_ahead_on_a_device_that_fails_now_and_then_change_no_answer(seeds: Seeds) -> None:
     for seed in seeds:
         rng = random.Random(seed)
