@@ -46,9 +46,7 @@ class ScheduledSequence:
     state: StateMove = SCRATCH_STATE
 
     @classmethod
-    def of(
-        cls, sequence: Sequence, start: int, num_tokens: int, state: StateMove = SCRATCH_STATE
-    ) -> ScheduledSequence:
+    def of(cls, sequence: Sequence, start: int, num_tokens: int, state: StateMove = SCRATCH_STATE) -> ScheduledSequence:
         """Return the item with the present facts of the sequence, which changes while the step is in flight."""
         end, num_lost = start + num_tokens, sequence.num_preempted_tokens
         num_recomputed_tokens = min(end, num_lost) - start if num_lost > start else 0
@@ -78,9 +76,7 @@ class ScheduledSequence:
         source = self.state.source if start == self.start else self.state.target
         end = start + num_tokens
         snapshots = tuple(snapshot for snapshot in self.state.snapshots if start < snapshot[0] <= end)
-        part = ScheduledSequence.of(
-            self.sequence, start, num_tokens, StateMove(source, self.state.target, snapshots)
-        )
+        part = ScheduledSequence.of(self.sequence, start, num_tokens, StateMove(source, self.state.target, snapshots))
         return replace(part, samples=self.samples and part.end == self.end)
 
 

@@ -131,7 +131,8 @@ class BlockManager:
         """Return the hashes of the full blocks that computing positions [start, end) makes reusable."""
         self._extend_hashes(sequence)
         if self.states.num_slots:
-            indices = [boundary // self._config.block_size - 1 for boundary in self.states.boundaries_of(sequence, start, end)]
+            boundaries = self.states.boundaries_of(sequence, start, end)
+            indices = [boundary // self._config.block_size - 1 for boundary in boundaries]
             return [sequence.block_hashes[index] for index in indices if index < len(sequence.block_hashes)]
         return sequence.block_hashes[start // self._config.block_size : end // self._config.block_size]
 

@@ -71,6 +71,11 @@ class EngineLimits:
             )
 
 
+def state_slots_per_sequence(*, is_asynchronous: bool) -> int:
+    """Return the number of state slots that one sequence may need: those of each step in flight, and one more."""
+    return 3 if is_asynchronous else 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineLimits):
     """Limits of one engine, complete with those of its model, its KV cache and its device."""
@@ -114,8 +119,8 @@ class EngineConfig(EngineLimits):
 
     @property
     def state_slots_per_sequence(self) -> int:
-        """Number of state slots that one sequence may need: those that a step reads and writes, of the steps ahead."""
-        return 2 + self.async_scheduling
+        """Number of state slots that one sequence may need."""
+        return state_slots_per_sequence(is_asynchronous=self.async_scheduling)
 
     @property
     def num_slots(self) -> int:

@@ -301,7 +301,10 @@ class Engine:
             gauge("headway:num_decodes_held", _HELD_HELP, self._scheduler.num_held),
             gauge("vllm:num_requests_waiting", "sequences waiting for a slot", load.num_waiting),
             gauge("vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"),
-            *(replace(metric, is_mean=True) for metric in (usage, *(states if load.num_state_slots else ()), budget, settings, start)),
+            *(
+                replace(metric, is_mean=True)
+                for metric in (usage, *(states if load.num_state_slots else ()), budget, settings, start)
+            ),
         )
 
 

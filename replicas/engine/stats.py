@@ -191,7 +191,9 @@ class EngineStats:
         self._requests = _RequestHistograms(config.max_model_len)
         self._iteration = Histogram("vllm:iteration_tokens_total", "tokens computed in a step", _ITERATION_TOKENS)
         self._padding_efficiency = Histogram("headway:step_padding_efficiency", _PADDING_HELP, _SHARES)
-        self._utilization = Histogram("headway:batch_utilization", "sequences of a step / those that can run together", _SHARES)
+        self._utilization = Histogram(
+            "headway:batch_utilization", "sequences of a step / those that can run together", _SHARES
+        )
 
     def rejected(self, reason: str) -> None:
         """Count a request that was refused because of the queue limit `reason`."""

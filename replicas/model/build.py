@@ -11,12 +11,13 @@ from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache, bytes_per_block, num_tensors
-from replicas.model.attention.state_cache import StateCache, bytes_per_slot
 from replicas.model.attention.select import FlashAndTriton, choose_attention
+from replicas.model.attention.state_cache import StateCache, bytes_per_slot
 from replicas.model.batch.inputs import batches_of_every_kind, dummy_batches, dummy_item
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, largest_mixed, step_shapes
 from replicas.model.hardware.device import choose_cache_dtype, compute_capability
 from replicas.model.hardware.device_memory import CudaMemory, MemoryShare, MemoryUse, measure_use
+from replicas.model.loading.facts import choose_state_slots
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
@@ -60,22 +61,13 @@ def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
 def _state_cache(loaded: LoadedModel, limits: EngineLimits, available: int, limit: str) -> StateCache | None:
     """Return slots for recurrent state, in at most half of the memory; None: the model has none.
 
-    There are enough for `max_num_seqs` sequences and as many cached states, if they fit.
-
     Raises:
         ModelLoadError: the slots of one sequence do not fit.
     """
     if not loaded.state_layers:
         return None
-    is_asynchronous = limits.async_scheduling is None and loaded.device.type == "cuda" or limits.async_scheduling
-    least = 3 if is_asynchronous else 2
     slot_bytes = bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
-    num_slots = min((least + 1) * limits.max_num_seqs, available // 2 // slot_bytes - 1)  # One is the scratch slot.
-    if num_slots < least:
-        raise ModelLoadError(
-            f"{limit} for KV cache and recurrent state, which gets at most half; {least + 1} slots of it need "
-            f"{(least + 1) * slot_bytes} bytes"
-        )
+    num_slots = choose_state_slots(available, slot_bytes, limits, limit, has_gpu=loaded.device.type == "cuda")
     return StateCache(loaded.state_layers, num_slots, limits.block_size, loaded.dtype, loaded.device)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from replicas.engine.batch import ItemResult, ScheduledSequence
+from replicas.engine.batch import ItemResult, ModelRunner, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
@@ -18,8 +18,8 @@ from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import ATTENTION_NAME, AttentionBackend, AttentionPort, register_attention
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.probe import probe_attention
-from replicas.model.attention.state_cache import StateCache
 from replicas.model.attention.select import choose_attention
+from replicas.model.attention.state_cache import StateCache
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, step_shapes
 from replicas.model.loading.loader import LoadedModel, load_model
@@ -140,8 +140,9 @@ def engine_over(
     *,
     is_ahead: bool = False,
     vocab_size: int | None = None,
+    launcher: ModelRunner | None = None,
 ) -> Engine:
-    """Return an engine over `runner`; see `build_engine`."""
+    """Return an engine over `runner`; see `build_engine`. Its steps are launched by `launcher`; None: by the runner."""
     config = EngineConfig(
         num_blocks=sizes.num_blocks,
         num_state_slots=runner.num_state_slots,
@@ -156,7 +157,7 @@ def engine_over(
     )
     return Engine(
         config,
-        runner,
+        launcher or runner,
         lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
         ReplicaIdentity("replica", "node", 1),
     )

@@ -97,7 +97,7 @@ class AttentionPort:
 
     @contextmanager
     def using(self, context: AttentionContext, states: StateContext | None = None) -> Iterator[None]:
-        """Pass the model's attention calls to `context`, and those of recurrent layers to `states`, to the block's end."""
+        """Pass attention calls to `context`, and those of recurrent layers to `states`, until the block ends."""
         assert self.context is None, "a model runs one forward pass at a time"
         self.context, self.recurrent.context = context, states
         try:

@@ -53,8 +53,8 @@ class ConvCall:
 class RuleCall:
     """Advance of the state S [num_heads, key_size, value_size] of one layer by the tokens of each sequence.
 
-    A token's update is u = value, or with `beta` u = beta (value - e^decay S^T key). Then S becomes e^decay S + key u^T,
-    and the output is S^T query. All numbers are float32.
+    A token's update is u = value, or with `beta` u = beta (value - e^decay S^T key). Then S becomes
+    e^decay S + key u^T, and the output is S^T query. All numbers are float32.
     """
 
     layer: int
@@ -188,10 +188,10 @@ class _MixerFunctions:
         self,
         hidden_states: Tensor,
         dt: Tensor,
-        A: Tensor,  # noqa: N803 (transformers passes it by this name)
-        B: Tensor,  # noqa: N803
-        C: Tensor,  # noqa: N803
-        D: Tensor | None = None,  # noqa: N803
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
         dt_bias: Tensor | None = None,
         dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")),

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from replicas.errors import ModelLoadError
+from replicas.model.attention.interface import AttentionPort
 from replicas.model.attention.kv_cache import with_cache
 from replicas.model.attention.probe import probe_shapes
 from replicas.model.hardware.limits import unshared_bytes
@@ -27,7 +28,9 @@ def check_model(directory: Path) -> ModelFacts:
         ModelLoadError: it does not, or has not.
     """
     config = read_config(str(directory.resolve()))
-    layers = probe_shapes(check_shapes(directory, config))
+    model = check_shapes(directory, config)
+    port = AttentionPort(model)
+    layers = probe_shapes(model, port)
     from replicas.model.loading.loader import longest_of, tokenizer_of  # Only here: a refusal needs no more libraries.
 
     tokenizer = tokenizer_of(str(directory))  # Kept, since the process's memory counts.
@@ -37,7 +40,17 @@ def check_model(directory: Path) -> ModelFacts:
         return ModelFacts(process_bytes, longest_of(config))
     cached = with_cache(layers)
     kv_numbers = sum(layer.num_kv_heads * (layer.key_size + layer.value_size) for layer in cached)
-    return ModelFacts(process_bytes, longest_of(config), kv_numbers, sum(layer.num_kv_heads for layer in cached))
+    states = port.recurrent.layers
+    return ModelFacts(
+        process_bytes,
+        longest_of(config),
+        kv_numbers,
+        sum(layer.num_kv_heads for layer in cached),
+        sum(layer.num_heads * layer.key_size * layer.value_size for layer in states),
+        sum(layer.tail_numbers for layer in states),
+        sum((layer.conv_width - 1) * layer.num_channels for layer in states),
+        sum(layer.num_channels for layer in states),
+    )
 
 
 if __name__ == "__main__":

@@ -109,9 +109,7 @@ def test_a_preempted_sequence_resumes_from_its_last_state() -> None:
     world.step(12)
     computed = world.engine._scheduler.running[0].num_computed_tokens
     world.run(request("urgent", (7, 8), band=Band.INTERACTIVE))
-    resumed = next(
-        item for batch in world.runner.batches for item in batch.items if item.preemption == 1
-    )
+    resumed = next(item for batch in world.runner.batches for item in batch.items if item.preemption == 1)
     assert resumed.start == computed - computed % 4
 
 
