@@ -67,6 +67,8 @@ class Backend:
     """True if penalties need no token on the host."""
     notes: tuple[str, ...] = ()
     """Faults of the checkpoint with which the model can be served all the same, a sentence each."""
+    num_state_slots: int = 0
+    """Slots for recurrent state; 0: the model has none."""
     warm_step_s: float = 0.0
     """Seconds that a few of the largest steps take once kernels are compiled."""
 
@@ -89,6 +91,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         runner=runner,
         decoders=lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids, request.params),
         num_blocks=runner.num_blocks,
+        num_state_slots=runner.num_state_slots,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
@@ -128,7 +131,7 @@ class ModelReplica:
             vocab_size=backend.vocab_size,
             block_size=config.block_size,
             num_blocks=config.num_blocks,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.num_slots,
             dtype=backend.dtype,
             device=backend.device,
             kernels=backend.kernels,
@@ -215,6 +218,7 @@ def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
     return EngineConfig(
         **limits,
         num_blocks=backend.num_blocks,
+        num_state_slots=backend.num_state_slots,
         max_model_len=max_model_len,
         counts_on_device=backend.counts_tokens,
         cache_dtype=backend.cache_dtype,

@@ -220,7 +220,7 @@ class ReplicaStats:
     pid: int
     taken_unix_s: float
     num_slots: int
-    """Sequences that can run together (`max_num_seqs`)."""
+    """Sequences that can run together (`max_num_seqs`, or less if there are few slots for recurrent state)."""
     num_blocks: int
     num_free_blocks: int
     """Blocks that no sequence holds, cached ones included."""
@@ -255,6 +255,10 @@ class ReplicaStats:
     version: int = 0
     """Number of the engine's last change. Reports of a replica with one version differ in times alone. 0: no number is
     known."""
+    num_state_slots: int = 0
+    """Slots for recurrent state; 0: the model has none."""
+    num_free_state_slots: int = 0
+    """State slots that no sequence holds, cached ones included."""
 
     @property
     def num_running(self) -> int:
@@ -270,6 +274,11 @@ class ReplicaStats:
     def kv_usage(self) -> float:
         """Share of the blocks that are held by sequences, 0 to 1."""
         return 1.0 - self.num_free_blocks / self.num_blocks
+
+    @property
+    def state_slot_usage(self) -> float:
+        """Share of the state slots that are held by sequences, 0 to 1."""
+        return 1.0 - self.num_free_state_slots / self.num_state_slots if self.num_state_slots else 0.0
 
 
 @dataclass(frozen=True, slots=True)

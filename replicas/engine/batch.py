@@ -10,6 +10,22 @@ from replicas.protocol import Band, PositionLogprobs
 
 
 @dataclass(frozen=True, slots=True)
+class StateMove:
+    """State slots of one item. Slot 0 is scratch. An item that begins at position 0 begins with an empty state."""
+
+    source: int = 0
+    """Slot with the state before the item's first token."""
+    target: int = 0
+    """Slot that gets the state at the last boundary before the item's end, and the tail of the tokens since."""
+    snapshots: tuple[tuple[int, int], ...] = ()
+    """Boundaries within the item whose state is also written, each with its slot."""
+
+
+SCRATCH_STATE = StateMove()
+"""Slots of an item of a model without recurrent state, and of dummy items."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """Tokens that one sequence computes in this step: positions [start, start + num_tokens).
 
@@ -27,15 +43,15 @@ class ScheduledSequence:
     preemption: int
     """`num_preemptions` of the sequence at scheduling time. If it differs later, the sequence was preempted and no
     longer owns these blocks."""
+    state: StateMove = SCRATCH_STATE
 
     @classmethod
-    def of(cls, sequence: Sequence, start: int, num_tokens: int) -> ScheduledSequence:
+    def of(cls, sequence: Sequence, start: int, num_tokens: int, state: StateMove = SCRATCH_STATE) -> ScheduledSequence:
         """Return the item with the present facts of the sequence, which changes while the step is in flight."""
         end, num_lost = start + num_tokens, sequence.num_preempted_tokens
         num_recomputed_tokens = min(end, num_lost) - start if num_lost > start else 0
-        return cls(
-            sequence, start, num_tokens, sequence.may_sample_at(end), num_recomputed_tokens, sequence.num_preemptions
-        )
+        samples = sequence.may_sample_at(end)
+        return cls(sequence, start, num_tokens, samples, num_recomputed_tokens, sequence.num_preemptions, state)
 
     @property
     def end(self) -> int:
@@ -53,8 +69,14 @@ class ScheduledSequence:
         return bool(self.sequence.block_table) and self.sequence.num_preemptions == self.preemption
 
     def part(self, start: int, num_tokens: int) -> ScheduledSequence:
-        """Return the part with positions [start, start + num_tokens); only the part at the end samples."""
-        part = ScheduledSequence.of(self.sequence, start, num_tokens)
+        """Return the part with positions [start, start + num_tokens); only the part at the end samples.
+
+        Parts run in their order: a later one continues from the state that the one before has left.
+        """
+        source = self.state.source if start == self.start else self.state.target
+        end = start + num_tokens
+        snapshots = tuple(snapshot for snapshot in self.state.snapshots if start < snapshot[0] <= end)
+        part = ScheduledSequence.of(self.sequence, start, num_tokens, StateMove(source, self.state.target, snapshots))
         return replace(part, samples=self.samples and part.end == self.end)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Sequence
+from replicas.engine.state_slots import StateSlots
 from replicas.shared_rules.block_hash import extend_hashes
 
 
@@ -22,6 +23,9 @@ class OutOfBlocks(Exception):
 class BlockManager:
     """Manager of the blocks 1..num_blocks: gives them to sequences and takes them back.
 
+    If the model has recurrent state, the sequences that hold blocks hold slots of `states`, too. A prefix hit then ends
+    where both a block and a state are cached.
+
     Invariants:
         A block is in the free list <=> no sequence holds it.
         The sum of reference counts is the sum of the block tables' lengths.
@@ -31,6 +35,7 @@ class BlockManager:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        self.states = StateSlots(config)
         self._num_holders = [0] * (config.num_blocks + 1)
         self._hash_of: list[bytes | None] = [None] * (config.num_blocks + 1)
         self._cached: dict[bytes, int] = {}
@@ -42,10 +47,15 @@ class BlockManager:
         """Number of blocks that no sequence holds, cached ones included."""
         return len(self._free)
 
-    def first_missing_hash(self, sequence: Sequence) -> bytes | None:
-        """Return the hash of the first reusable full block that is not cached; None if all are cached."""
+    def missing_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Return the hashes of the reusable full blocks of which one would make the sequence's hit longer.
+
+        That is the first that is not cached; with recurrent state, any beyond the present hit.
+        """
         hashes = self._reusable_hashes(sequence)
-        return next((block_hash for block_hash in hashes if block_hash not in self._cached), None)
+        if self.states.num_slots:
+            return hashes[len(self._hits(sequence)) :]
+        return next(([block_hash] for block_hash in hashes if block_hash not in self._cached), [])
 
     def shortfall(self, sequence: Sequence, num_tokens: int, without: Collection[Sequence] = ()) -> int:
         """Return the number of blocks that are missing to hold `num_tokens` of a waiting sequence.
@@ -69,7 +79,11 @@ class BlockManager:
         num_tokens = sequence.num_tokens
         if self.shortfall(sequence, num_tokens) > 0:
             raise OutOfBlocks
-        for block in self._hits(sequence):
+        hits = self._hits(sequence)
+        if self.states.num_slots:
+            self._extend_hashes(sequence)
+            self.states.allocate(sequence, len(hits), len(self._cached_blocks(sequence)))
+        for block in hits:
             self._free.pop(block, None)
             self._num_holders[block] += 1
             sequence.block_table.append(block)
@@ -93,10 +107,14 @@ class BlockManager:
         for _ in range(self._config.blocks_for(num_tokens) - len(sequence.block_table)):
             sequence.block_table.append(self._take_free_block())
 
-    def publish(self, sequence: Sequence, num_computed_before: int) -> None:
-        """Make the blocks reusable that became full and computed since `num_computed_before`."""
-        if not self._config.enable_prefix_caching:
-            return
+    def computed(self, sequence: Sequence, num_computed_before: int) -> None:
+        """Make reusable what was computed since `num_computed_before`: full blocks, and the state at their end."""
+        if self._config.enable_prefix_caching:
+            self._publish(sequence, num_computed_before)
+        if self.states.num_slots:
+            self.states.computed(sequence)
+
+    def _publish(self, sequence: Sequence, num_computed_before: int) -> None:
         block_size = self._config.block_size
         first, last = num_computed_before // block_size, sequence.num_computed_tokens // block_size
         if first == last:
@@ -110,12 +128,17 @@ class BlockManager:
                 self._hash_of[block] = block_hash
 
     def hashes_completed(self, sequence: Sequence, start: int, end: int) -> list[bytes]:
-        """Return the hashes of the full blocks that computing positions [start, end) completes."""
+        """Return the hashes of the full blocks that computing positions [start, end) makes reusable."""
         self._extend_hashes(sequence)
+        if self.states.num_slots:
+            boundaries = self.states.boundaries_of(sequence, start, end)
+            indices = [boundary // self._config.block_size - 1 for boundary in boundaries]
+            return [sequence.block_hashes[index] for index in indices if index < len(sequence.block_hashes)]
         return sequence.block_hashes[start // self._config.block_size : end // self._config.block_size]
 
     def free(self, sequence: Sequence) -> None:
-        """Take back all blocks of `sequence`. Its last blocks are reused before its first."""
+        """Take back all blocks and slots of `sequence`. Its last blocks are reused before its first."""
+        self.states.free(sequence)
         for block in reversed(sequence.block_table):
             self._num_holders[block] -= 1
             if self._num_holders[block] == 0:
@@ -140,6 +163,7 @@ class BlockManager:
         assert {block: block_hash for block_hash, block in self._cached.items()} == {
             block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None
         }
+        self.states.check_invariants(sequences)
 
     def _extend_hashes(self, sequence: Sequence) -> None:
         salt = sequence.request.cache_salt
@@ -153,6 +177,13 @@ class BlockManager:
         return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self._config.block_size]
 
     def _hits(self, sequence: Sequence) -> list[int]:
+        """Return the cached blocks that a waiting sequence begins with."""
+        blocks = self._cached_blocks(sequence)
+        if self.states.num_slots:
+            return blocks[: self.states.num_hit_blocks(sequence.block_hashes[: len(blocks)])]
+        return blocks
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
         hits: list[int] = []
         for block_hash in self._reusable_hashes(sequence):
             block = self._cached.get(block_hash)

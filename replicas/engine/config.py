@@ -71,6 +71,11 @@ class EngineLimits:
             )
 
 
+def state_slots_per_sequence(*, is_asynchronous: bool) -> int:
+    """Return the number of state slots that one sequence may need: those of each step in flight, and one more."""
+    return 3 if is_asynchronous else 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineLimits):
     """Limits of one engine, complete with those of its model, its KV cache and its device."""
@@ -79,6 +84,9 @@ class EngineConfig(EngineLimits):
     """Target of each band, seconds; 0: 1.5 times the TPOT without less urgent bands, which no target is below."""
     num_blocks: int
     """KV blocks that sequences can hold, with ids 1..num_blocks. Block 0 is the runner's scratch block."""
+    num_state_slots: int = 0
+    """Slots for recurrent state, with ids 1..num_state_slots. Slot 0 is the runner's scratch slot. 0: the model has no
+    recurrent state."""
     max_model_len: int
     """Most tokens (prompt + output) of one sequence."""
     async_scheduling: bool = False
@@ -103,6 +111,23 @@ class EngineConfig(EngineLimits):
                 f"{self.block_size} = {self.num_blocks * self.block_size} tokens; "
                 "lower max_model_len or give the cache more memory"
             )
+        if 0 < self.num_state_slots < self.state_slots_per_sequence:
+            raise ValueError(
+                f"the cache has {self.num_state_slots} slots for recurrent state; one sequence needs "
+                f"{self.state_slots_per_sequence}; give the cache more memory"
+            )
+
+    @property
+    def state_slots_per_sequence(self) -> int:
+        """Number of state slots that one sequence may need."""
+        return state_slots_per_sequence(is_asynchronous=self.async_scheduling)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of sequences that can run together: `max_num_seqs`, or less if there are few state slots."""
+        if not self.num_state_slots:
+            return self.max_num_seqs
+        return min(self.max_num_seqs, self.num_state_slots // self.state_slots_per_sequence)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens` tokens."""

@@ -135,12 +135,12 @@ class DecodeLimits:
 
     def __init__(self, config: EngineConfig) -> None:
         self._controllers = {
-            band: TpotController(target_s, config.max_num_seqs)
+            band: TpotController(target_s, config.num_slots)
             for band, target_s in zip(BANDS[:-1], config.tpot_targets_s, strict=False)
             if target_s is not None
         }
         num_others = _REFERENCE_PERIOD_STEPS - len(self._controllers)
-        self.max_held_steps = config.max_num_seqs * _REFERENCE_PERIOD_STEPS // num_others
+        self.max_held_steps = config.num_slots * _REFERENCE_PERIOD_STEPS // num_others
         """Most steps in a row in which a sequence that decodes is held."""
         self.least_urgent_band = BANDS[-1]
         """Least urgent band with decodes or prompts in the step for which `hold` was called last."""

@@ -149,7 +149,7 @@ class Engine:
             pid=self._identity.pid,
             weights_id=self._identity.weights_id,
             taken_unix_s=self._clock.unix(),
-            num_slots=self._config.max_num_seqs,
+            num_slots=self._config.num_slots,
             num_blocks=self._config.num_blocks,
             num_free_blocks=self._scheduler.blocks.num_free_blocks,
             num_running_by_band=tuple(running),
@@ -164,6 +164,8 @@ class Engine:
             saturated_tokens_per_s=self._stats.saturated_rate.tokens_per_s,
             tpot_targets_s=self._scheduler.decodes.targets_s(),
             version=self._version,
+            num_state_slots=self._config.num_state_slots,
+            num_free_state_slots=self._scheduler.blocks.states.num_free_slots,
         )
 
     def served_tokens(self) -> tuple[TenantTokens, ...]:
@@ -198,7 +200,7 @@ class Engine:
 
     def _check_queue(self, request: GenerateRequest) -> None:
         waiting = self._scheduler.waiting
-        num_free_slots = self._config.max_num_seqs - len(self._scheduler.running)
+        num_free_slots = self._config.num_slots - len(self._scheduler.running)
         if len(waiting) < num_free_slots:
             return
         num_queued = len(waiting) - num_free_slots + 1
@@ -286,6 +288,10 @@ class Engine:
             enable_prefix_caching=str(self._config.enable_prefix_caching),
         )  # fmt: skip
         usage = gauge("vllm:kv_cache_usage_perc", "blocks held / blocks, 0 to 1", load.kv_usage)
+        states = (
+            gauge("headway:num_state_slots", "slots for the recurrent state of sequences", load.num_state_slots),
+            gauge("headway:state_slot_usage_perc", "state slots held / state slots, 0 to 1", load.state_slot_usage),
+        )
         budget = gauge(
             "headway:step_token_budget", "tokens a step with decodes may compute", self._scheduler.latency.budget
         )
@@ -295,7 +301,10 @@ class Engine:
             gauge("headway:num_decodes_held", _HELD_HELP, self._scheduler.num_held),
             gauge("vllm:num_requests_waiting", "sequences waiting for a slot", load.num_waiting),
             gauge("vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"),
-            *(replace(metric, is_mean=True) for metric in (usage, budget, settings, start)),
+            *(
+                replace(metric, is_mean=True)
+                for metric in (usage, *(states if load.num_state_slots else ()), budget, settings, start)
+            ),
         )
 
 

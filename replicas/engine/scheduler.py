@@ -48,7 +48,7 @@ class Scheduler:
 
     Invariants:
         A sequence is in `waiting`, in `running` or finished. Running sequences have blocks for all tokens known when
-        they were last scheduled. len(running) <= max_num_seqs.
+        they were last scheduled. len(running) <= num_slots.
         A sequence that decodes is held in at most `decodes.max_held_steps` steps in a row.
         A promoted sequence never yields. A tenant that yields slots or blocks holds at least its share of them
         afterwards.
@@ -68,7 +68,7 @@ class Scheduler:
         self.decodes = DecodeLimits(config)
         self.num_held = 0
         """Number of decodes that the last step left out."""
-        self._slots = TenantSlots(config.max_num_seqs)
+        self._slots = TenantSlots(config.num_slots)
         self._num_steps = 0
         self._now_s = 0.0
         self.num_preemptions = 0
@@ -107,7 +107,7 @@ class Scheduler:
         for band in BANDS[: self.decodes.least_urgent_band + 1]:
             plan.limit(self.latency.num_tokens(plan.num_decode_tokens, self._is_more_urgent_than_running(band)))
             self._schedule_prefills(plan, band, now)
-        return plan.batch()
+        return plan.batch(self.blocks.states)
 
     def is_saturated(self, batch: ScheduledBatch) -> bool:
         """Return True if `batch`, which was scheduled last, has as much work as the limits allow."""
@@ -115,7 +115,7 @@ class Scheduler:
             return False
         return (
             len(self.waiting) > 0
-            or len(self.running) == self._config.max_num_seqs
+            or len(self.running) == self._config.num_slots
             or batch.num_tokens == self._config.max_num_batched_tokens
         )
 
@@ -127,13 +127,14 @@ class Scheduler:
         before = sequence.num_computed_tokens
         sequence.num_in_flight_tokens -= item.num_tokens
         sequence.num_computed_tokens += item.num_tokens
-        self.blocks.publish(sequence, before)
+        self.blocks.computed(sequence, before)
 
     def revoke(self, item: ScheduledSequence) -> None:
         """Undo the launch of `item`: its results will not be used, and its tokens are scheduled again."""
         sequence = item.sequence
         if item.holds_blocks:
             sequence.num_in_flight_tokens -= item.num_tokens
+            self.blocks.states.revoked(sequence)
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         sequence.num_placeholder_tokens -= item.samples
@@ -142,7 +143,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert the class's invariants and the block manager's."""
-        assert len(self.running) <= self._config.max_num_seqs
+        assert len(self.running) <= self._config.num_slots
         assert self.running == sorted(self.running, key=_urgency)
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING
@@ -250,12 +251,12 @@ class Scheduler:
             elif not self._could_fit(head):
                 # Sequences behind a promoted head without a slot may be tried: it waits for a free slot and preempts no
                 # sequence for it.
-                has_room = head.is_promoted and len(self.running) >= self._config.max_num_seqs
+                has_room = head.is_promoted and len(self.running) >= self._config.num_slots
                 if has_room:
                     self._defer(head, deferred)
             elif self._waits_for_prefix(plan, head):
                 self._defer(head, deferred)
-                has_room = len(deferred) < self._config.max_num_seqs
+                has_room = len(deferred) < self._config.num_slots
             else:
                 self._admit(plan, head)
                 has_room = not head.request.is_isolated
@@ -271,10 +272,10 @@ class Scheduler:
     def _waits_for_prefix(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Return True if this step computes, for another sequence, the next block that `sequence` could reuse.
 
-        Waiting for that block is cheaper than computing it twice.
+        Waiting for that block is cheaper than computing it twice. With recurrent state, any later block will do, if a
+        state is kept at its end.
         """
-        missing = self.blocks.first_missing_hash(sequence)
-        return missing is not None and plan.completes(missing)
+        return any(map(plan.completes, self.blocks.missing_hashes(sequence)))
 
     def _defer(self, sequence: Sequence, deferred: list[Sequence]) -> None:
         self.waiting.remove(sequence)
@@ -327,7 +328,7 @@ class Scheduler:
         band, waiting = sequence.effective_band, self.waiting.tenants(sequence.effective_band)
         if sequence.is_promoted:
             return []
-        if bisect_right(self.running, band, key=_band) < self._config.max_num_seqs:
+        if bisect_right(self.running, band, key=_band) < self._config.num_slots:
             blocks = self._tenant_blocks(band)
             return blocks.yielding(self._may_yield) if blocks.is_below_share(sequence.request.tenant) else []
         if sequence.request.tenant not in self._slots.below_share(band, waiting):
@@ -352,7 +353,7 @@ class Scheduler:
         """Return True if slots and blocks suffice beside `others` after preempting the sequences in `without`."""
         if not others:
             return True  # A sequence's worst case fits an empty pool.
-        if sequence.request.is_isolated or len(others) >= self._config.max_num_seqs:
+        if sequence.request.is_isolated or len(others) >= self._config.num_slots:
             return False
         if self._config.kv_pressure_policy is KVPressurePolicy.PAUSE_NEW:
             num_tokens = sequence.request.max_total_tokens

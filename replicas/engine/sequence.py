@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 from replicas.engine.constraint import Constraint
@@ -23,6 +24,21 @@ class Phase(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     PREEMPTED = "preempted"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSlot:
+    """State slot that a sequence holds."""
+
+    slot: int
+    boundary: int
+    """Position of the state: the number of tokens that went into it."""
+    end: int
+    """End of the step that writes the slot; the state is computed once the tokens before it are."""
+    is_shared: bool = False
+    """True if another sequence wrote the slot. It is only read."""
+    is_snapshot: bool = False
+    """True if the slot is only to be cached. The sequence does not read it."""
 
 
 class PhaseTimes:
@@ -115,6 +131,10 @@ class Sequence:
         """True if the earlier tokens in their order forbid some next ones."""
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []
+        self.state_slots: list[HeldSlot] = []
+        """Slots with recurrent state, in order of the steps that write them; the next step reads the last one."""
+        self.kept_boundaries: list[int] = []
+        """Boundaries whose state stays cached, ascending."""
         self.status = SequenceStatus.WAITING
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0

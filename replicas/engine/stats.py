@@ -191,7 +191,9 @@ class EngineStats:
         self._requests = _RequestHistograms(config.max_model_len)
         self._iteration = Histogram("vllm:iteration_tokens_total", "tokens computed in a step", _ITERATION_TOKENS)
         self._padding_efficiency = Histogram("headway:step_padding_efficiency", _PADDING_HELP, _SHARES)
-        self._utilization = Histogram("headway:batch_utilization", "sequences of a step / max_num_seqs", _SHARES)
+        self._utilization = Histogram(
+            "headway:batch_utilization", "sequences of a step / those that can run together", _SHARES
+        )
 
     def rejected(self, reason: str) -> None:
         """Count a request that was refused because of the queue limit `reason`."""
@@ -235,7 +237,7 @@ class EngineStats:
             self.saturated_rate.step(step.duration_s, num_tokens)
         self._iteration.observe(num_tokens)
         self._padding_efficiency.observe(num_tokens / (len(items) * most_tokens))
-        self._utilization.observe(len(items) / self._config.max_num_seqs)
+        self._utilization.observe(len(items) / self._config.num_slots)
         if num_recomputed := sum([item.num_recomputed_tokens for item, _ in step.results]):
             for item, _ in step.results:
                 item.sequence.recomputed_tokens += item.num_recomputed_tokens

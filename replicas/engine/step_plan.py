@@ -7,6 +7,7 @@ from collections.abc import Collection
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Sequence
+from replicas.engine.state_slots import StateSlots
 from replicas.protocol import Band
 
 _HIGH, _LOW = 1.2, 0.8
@@ -109,13 +110,18 @@ class StepPlan:
         """Return the number of tokens given to `sequence` so far."""
         return self._scheduled.get(sequence, 0)
 
-    def batch(self) -> ScheduledBatch | None:
-        """Return the finished batch; None if no sequence has work."""
+    def batch(self, states: StateSlots) -> ScheduledBatch | None:
+        """Return the finished batch, whose items have slots of `states`; None if no sequence has work."""
         if not self._scheduled:
             return None
         return ScheduledBatch(
             tuple(
-                ScheduledSequence.of(sequence, sequence.num_scheduled_tokens, num_scheduled)
+                ScheduledSequence.of(
+                    sequence,
+                    start := sequence.num_scheduled_tokens,
+                    num_scheduled,
+                    states.move(sequence, start, start + num_scheduled),
+                )
                 for sequence, num_scheduled in self._scheduled.items()
             ),
             tuple(self.decoding_bands),

@@ -12,10 +12,12 @@ from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache, bytes_per_block, num_tensors
 from replicas.model.attention.select import FlashAndTriton, choose_attention
+from replicas.model.attention.state_cache import StateCache, bytes_per_slot
 from replicas.model.batch.inputs import batches_of_every_kind, dummy_batches, dummy_item
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, largest_mixed, step_shapes
 from replicas.model.hardware.device import choose_cache_dtype, compute_capability
 from replicas.model.hardware.device_memory import CudaMemory, MemoryShare, MemoryUse, measure_use
+from replicas.model.loading.facts import choose_state_slots
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
@@ -40,14 +42,33 @@ def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     else:
         available = options.kv_cache_bytes
         limit = f"kv_cache_bytes is {available}"
+    states = _state_cache(loaded, limits, available, limit)
+    if states is not None:
+        state_bytes = (states.num_slots + 1) * bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
+        available -= state_bytes
+        limit += f", of which {states.num_slots} slots for recurrent state take {state_bytes},"
     block_bytes = bytes_per_block(loaded.layers, limits.block_size, cache_dtype)
     num_blocks = available // block_bytes - 1  # One block is the scratch block.
     if num_blocks < 1:
         raise ModelLoadError(f"{limit} for the KV cache; two blocks need {2 * block_bytes} bytes")
     cache = KVCache(loaded.layers, num_blocks, limits.block_size, cache_dtype, loaded.device)
+    cache.states = states
     captured = None if graphs is None else graphs.captured(cache)
     counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device)
     return TorchModelRunner(loaded, cache, attention, captured, counts)
+
+
+def _state_cache(loaded: LoadedModel, limits: EngineLimits, available: int, limit: str) -> StateCache | None:
+    """Return slots for recurrent state, in at most half of the memory; None: the model has none.
+
+    Raises:
+        ModelLoadError: the slots of one sequence do not fit.
+    """
+    if not loaded.state_layers:
+        return None
+    slot_bytes = bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
+    num_slots = choose_state_slots(available, slot_bytes, limits, limit, has_gpu=loaded.device.type == "cuda")
+    return StateCache(loaded.state_layers, num_slots, limits.block_size, loaded.dtype, loaded.device)
 
 
 def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
@@ -81,9 +102,12 @@ class _GraphBuilder:
 def _graph_builder(
     loaded: LoadedModel, attention: AttentionBackend, limits: EngineLimits, options: RunnerOptions
 ) -> _GraphBuilder | None:
-    """Return a builder of CUDA graphs; None if the device, the attention backend or the options have none."""
+    """Return a builder of CUDA graphs; None if the device, the attention backend, the options or the model have none.
+
+    Recurrent layers run in plain torch, which looks at the lengths of the chunks on the host.
+    """
     planned: PlannedAttention | None = getattr(attention, "planned", None)  # The gather backend has none.
-    if loaded.device.type != "cuda" or planned is None or options.enforce_eager:
+    if loaded.device.type != "cuda" or planned is None or options.enforce_eager or loaded.state_layers:
         return None
     # FlashAttention 3 is faster than the graphs' attention for long prompts.
     has_flash = isinstance(attention, FlashAndTriton)
@@ -101,6 +125,8 @@ def _measure_on_cuda(
     """Measure the largest steps and the graphs over a cache that has the scratch block alone."""
     cache_dtype = choose_cache_dtype(options.kv_cache_dtype, loaded.dtype)
     scratch = KVCache(loaded.layers, 0, limits.block_size, cache_dtype, loaded.device)
+    if loaded.state_layers:
+        scratch.states = StateCache(loaded.state_layers, 0, limits.block_size, loaded.dtype, loaded.device)
     counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device)
     runner = TorchModelRunner(loaded, scratch, attention, counts=counts)
     sizes = (limits.max_num_seqs, limits.max_num_batched_tokens, loaded.max_model_len, limits.block_size)

@@ -17,9 +17,11 @@ from transformers import PretrainedConfig
 
 from replicas.errors import ModelLoadError
 from replicas.model.attention.cpp import CppAttention, can_attend
+from replicas.model.attention.interface import AttentionPort
 from replicas.model.attention.kv_cache import AttentionLayer, bytes_per_block
 from replicas.model.attention.probe import dry_forward, probe_shapes
 from replicas.model.attention.select import check_attention, choose_attention
+from replicas.model.attention.state_cache import bytes_per_slot
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.kernel_build import KernelBuildError, built_library
 from replicas.model.hardware.selfcheck import WHOLE_MODEL, find_fault, relative_error
@@ -53,6 +55,8 @@ class ModelMemory:
     max_model_len: int
     has_experts: bool
     """True if a token reads a part of the weights alone."""
+    state_slot_bytes: int
+    """Size of a slot for recurrent state; 0: the model has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +167,13 @@ def memory_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelMemory:
     text = config.get_text_config(decoder=True)
     model = model_without_values(config).to(torch.bfloat16)  # torch has no grouped product of float32 there.
     store_latents(model)
-    layers = probe_shapes(model) or _equal_layers(text)
+    port = AttentionPort(model)
+    layers = probe_shapes(model, port) or _equal_layers(text)
+    slot_bytes = bytes_per_slot(port.recurrent.layers, _BLOCK_SIZE, dtype)
     plain, quantized = (bytes_per_block(layers, 1, cache_dtype) for cache_dtype in (dtype, torch.int8))
     counts = (value for name, value in text.to_dict().items() if name.startswith("n") and name.endswith("experts"))
     has_experts = any(isinstance(count, int) and count > 1 for count in counts)
-    return ModelMemory(plain, quantized, choose_max_model_len(longest_of(config), None), has_experts)
+    return ModelMemory(plain, quantized, choose_max_model_len(longest_of(config), None), has_experts, slot_bytes)
 
 
 def _equal_layers(config: PretrainedConfig) -> tuple[AttentionLayer, ...]:

@@ -13,6 +13,7 @@ from replicas.engine.batch import ItemResult, ScheduledBatch
 from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.state_torch import TorchStates
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, no_tokens
 from replicas.model.cuda_graphs.graphs import GraphRunner
 from replicas.model.cuda_graphs.padding import StepPadding
@@ -104,6 +105,11 @@ class TorchModelRunner:
         return self._cache.num_blocks
 
     @property
+    def num_state_slots(self) -> int:
+        """Number of slots for recurrent state that sequences can hold; 0: the model has none."""
+        return 0 if self._cache.states is None else self._cache.states.num_slots
+
+    @property
     def cache_dtype(self) -> str:
         """Number format of keys and values in the KV cache."""
         return cache_dtype_name(self._cache.dtype)
@@ -183,8 +189,10 @@ class TorchModelRunner:
     def _logits(self, flat: FlatPass, on_device: DeviceBuffer) -> Tensor:
         """Return logits [num_rows, vocab_size] of the rows that the pass needs, in the model's dtype."""
         inputs = flat.inputs.place(on_device)
-        context = self._attention(self._cache, inputs)
-        return self._loaded.logits(context, inputs.input_ids, inputs.position_ids, inputs.logits_rows)
+        attention = self._attention(self._cache, inputs)
+        states = None if self._cache.states is None else TorchStates(self._cache.states, inputs)
+        ids, positions = inputs.input_ids, inputs.position_ids
+        return self._loaded.logits(attention, ids, positions, inputs.logits_rows, states)
 
     def _score(
         self, flat: FlatPass, logits: Tensor, on_device: DeviceBuffer, to_host: DeviceToHostBuffer

@@ -27,6 +27,8 @@ from testkit.engine.scripted_constraint import ScriptedCompiler, ScriptedConstra
 IDENTITY = ReplicaIdentity("replica-0", "node-0", 1)
 VOCABULARY = 97
 _MAX_STEPS = 10_000
+PROBE = "probe"
+"""Id of the sequence with which the engine checks a device. It has no state slot of its own."""
 
 
 def prefix_hash(parent: int, token_id: int) -> int:
@@ -66,8 +68,41 @@ class FakeClock:
         return monotonic_s + 1e9
 
 
+class ShadowStates:
+    """State slots of a shadow runner: each has the prefix at its boundary, and those of the tokens since."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._slots: dict[int, tuple[int, list[int]]] = {}
+        """Boundary of each slot, and the prefixes from there on."""
+
+    def move(self, item: ScheduledSequence, prefixes: list[int]) -> None:
+        """Read the item's state and write the next one; `prefixes` are those before each token and after the last."""
+        source, target = item.state.source, item.state.target
+        assert target > 0, "wrote to the scratch slot"
+        first = item.start - item.start % self._block_size
+        if item.start > 0:
+            boundary, kept = self._slots[source]
+            assert boundary == first, f"state at {boundary} read for {first}"
+            assert kept[: item.start - first + 1] == prefixes[first : item.start + 1], "stale state"
+        for boundary, slot in (*item.state.snapshots, (item.end - item.end % self._block_size, target)):
+            assert slot != source or boundary == first, "overwrote the state that a repetition reads"
+            assert item.start < boundary <= item.end or slot == target
+            self._slots[slot] = (boundary, prefixes[boundary : item.end + 1])
+
+    def spoil(self, item: ScheduledSequence) -> None:
+        """Make invalid what the item has written, apart from the state that it has read."""
+        for slot in (item.state.target, *(slot for _, slot in item.state.snapshots)):
+            if slot in self._slots:
+                boundary, kept = self._slots[slot]
+                is_read = slot == item.state.source
+                self._slots[slot] = (boundary, kept[: item.start - boundary + 1]) if is_read else (boundary, [])
+
+
 class ShadowRunner:
     """Runner that remembers the prefix written to each slot; it fails on a stale read or a write to the scratch block.
+
+    With `has_states` it does the same with the slots of recurrent state.
 
     `launch` computes at once, as an instant device would; the results are given when they are collected. A token that
     is not collected yet is taken from the step before, as on a real device.
@@ -80,6 +115,8 @@ class ShadowRunner:
         self._block_size = block_size
         self._slots: dict[tuple[int, int], int] = {}
         self._step_s, self._clock = step_s, clock
+        self.has_states = False
+        self.states = ShadowStates(block_size)
         self.fail_on: frozenset[int] = frozenset()
         self.batches: list[ScheduledBatch] = []
         self._sampled: dict[Sequence, int] = {}
@@ -114,9 +151,10 @@ class ShadowRunner:
 
     def _compute(self, item: ScheduledSequence) -> ItemResult:
         sequence, prefix = item.sequence, 0
-        prompt_logprobs = []
+        prompt_logprobs, prefixes = [], [0]
         for position, token_id in enumerate(self._known(item)):
             prefix = prefix_hash(prefix, token_id)
+            prefixes.append(prefix)
             block = sequence.block_table[position // self._block_size]
             slot = (block, position % self._block_size)
             assert block > 0, "wrote to the scratch block"
@@ -126,6 +164,8 @@ class ShadowRunner:
                     following = sequence.token_ids[position + 1]
                     prompt_logprobs.append(PositionLogprobs(TokenLogprob(following, -float(position + 1)), ()))
             assert self._slots.get(slot) == prefix, f"stale read of {slot} by {sequence.request_id} at {position}"
+        if self.has_states and sequence.request_id != PROBE:
+            self.states.move(item, prefixes)
         sampled = next_token(prefix) if item.samples else None
         return ItemResult(token_id=sampled, prompt_logprobs=tuple(prompt_logprobs))
 
@@ -215,6 +255,7 @@ class World:
         self.config = config
         self.clock = FakeClock()
         self.runner = make_runner(config.block_size, step_s, self.clock)
+        self.runner.has_states = config.num_state_slots > 0
         self.engine = Engine(config, self.runner, decoders, IDENTITY, self.clock.clock())
         self.outcomes: dict[str, Outcome] = {}
         self.added_s: dict[str, float] = {}
@@ -249,6 +290,7 @@ class World:
             self.engine.check_invariants()
         assert not self.engine.has_work, "the engine makes no progress"
         assert self.engine.stats().num_free_blocks == self.config.num_blocks
+        assert self.engine.stats().num_free_state_slots == self.config.num_state_slots
 
     @property
     def num_cut_constraints(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from replicas.engine.batch import ItemResult, ScheduledSequence
+from replicas.engine.batch import ItemResult, ModelRunner, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
@@ -19,6 +19,7 @@ from replicas.model.attention.interface import ATTENTION_NAME, AttentionBackend,
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.probe import probe_attention
 from replicas.model.attention.select import choose_attention
+from replicas.model.attention.state_cache import StateCache
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, step_shapes
 from replicas.model.loading.loader import LoadedModel, load_model
@@ -43,6 +44,8 @@ class Sizes:
     max_num_batched_tokens: int = 70
     max_num_seqs: int = 8
     block_size: int = 16
+    num_state_slots: int = 24
+    """Slots for recurrent state, if the model has any."""
 
 
 def load(path: Path, dtype: Dtype = "float32", device: Device = "cpu", *, compile_layers: bool = False) -> LoadedModel:
@@ -118,6 +121,10 @@ def make_runner(
     of tokens of the largest padded step with prompts.
     """
     cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, cache_dtype or loaded.dtype, loaded.device)
+    if loaded.state_layers:
+        cache.states = StateCache(
+            loaded.state_layers, sizes.num_state_slots, sizes.block_size, loaded.dtype, loaded.device
+        )
     shapes = step_shapes(sizes.max_num_seqs, sizes.max_num_batched_tokens, max_mixed)
     graphs = None if planned is None else GraphRunner(loaded, cache, planned, shapes)
     counts = None
@@ -133,10 +140,12 @@ def engine_over(
     *,
     is_ahead: bool = False,
     vocab_size: int | None = None,
+    launcher: ModelRunner | None = None,
 ) -> Engine:
-    """Return an engine over `runner`; see `build_engine`."""
+    """Return an engine over `runner`; see `build_engine`. Its steps are launched by `launcher`; None: by the runner."""
     config = EngineConfig(
         num_blocks=sizes.num_blocks,
+        num_state_slots=runner.num_state_slots,
         max_model_len=min(loaded.max_model_len, sizes.num_blocks * sizes.block_size),
         block_size=sizes.block_size,
         max_num_seqs=sizes.max_num_seqs,
@@ -148,7 +157,7 @@ def engine_over(
     )
     return Engine(
         config,
-        runner,
+        launcher or runner,
         lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
         ReplicaIdentity("replica", "node", 1),
     )

@@ -134,16 +134,44 @@ LATENT_ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Further types with latent attention. Names and fields are as in `ARCHITECTURES`."""
 
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "bos_token_id": None, "initializer_range": 0.3,
+}  # fmt: skip
+_DELTA_EXPERTS = {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}  # fmt: skip
+_CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3}
+
+# Hybrids: models with recurrent layers beside attention.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _with(**_DELTA),
+    "qwen3_5_text-16": _with(**{**_DELTA, "linear_num_value_heads": 16}),
+    "qwen3_5_text-48": _with(**{**_DELTA, "linear_num_value_heads": 48}),
+    "qwen3_next": _with(**_DELTA_EXPERTS),
+    "qwen3_5_moe_text": _with(**_DELTA_EXPERTS),
+    "olmo_hybrid": _with(**{**_DELTA, "linear_num_value_heads": 16}),
+    "nemotron_h": _with(
+        layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention", "moe", "linear_attention"],
+        head_dim=16, mamba_num_heads=16, mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=32, expand=2,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32,
+        n_group=1, topk_group=1,
+    ),
+    "granitemoehybrid": _with(
+        **_MAMBA, num_hidden_layers=4, layer_types=["mamba", "mamba", "attention", "mamba"], num_local_experts=4,
+        num_experts_per_tok=2, shared_intermediate_size=64, attention_multiplier=0.1,
+    ),
+    "bamba": _with(**_MAMBA, attn_layer_indices=[1], attn_rotary_emb=16),
+    "falcon_h1": _with(**_MAMBA, mamba_d_ssm=128, head_dim=16),
+    "lfm2": _with(**_CONV),
+    "lfm2_moe": _with(**_CONV, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1),
+}  # fmt: skip
+
 # Models that the engine refuses: the config, and a pattern for the reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "qwen3_next": (
-        _with(
-            **_EXPERTS, head_dim=32, shared_expert_intermediate_size=32, num_hidden_layers=4, linear_num_value_heads=4,
-            linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
-        ),
-        "linear_attention",
-    ),
-    "mamba": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2}, "linear_attention|interface"),
+    "mamba": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2}, "interface"),
     "bloom": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "interface"),
     "mpt": ({"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 2, "n_heads": 4}, "flat batch"),
     "falcon": (
@@ -151,13 +179,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "gptj": ({**_GPT2, "rotary_dim": 8}, "interface"),
     "t5": ({"vocab_size": VOCAB_SIZE, "d_model": 64, "num_layers": 2, "num_heads": 4, "d_kv": 16}, "encoder-decoder"),
-    "falcon_h1": (_with(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16), "layers"),
 }  # fmt: skip
 
 
 def tiny_config(architecture: str) -> PretrainedConfig:
-    """Return the config of one of `ARCHITECTURES`; large untied weights make random output vary."""
-    return _config(architecture.partition("-")[0], (ARCHITECTURES | LATENT_ARCHITECTURES)[architecture])
+    """Return the config of one of the architectures above; large untied weights make random output vary."""
+    return _config(architecture.partition("-")[0], (ARCHITECTURES | LATENT_ARCHITECTURES | HYBRIDS)[architecture])
 
 
 def write_checkpoint(path: Path, architecture: str = "llama", with_tokenizer: bool = True, **changes: Any) -> Path:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from replicas.model.attention.kv_cache import AttentionLayer, KVCache
+from replicas.model.attention.recurrent import RecurrentPort, StateContext
 from replicas.model.batch.inputs import BatchInputs
 
 ATTENTION_NAME = "headway_paged"
@@ -101,18 +102,20 @@ class AttentionPort:
         _ports[self.number] = self
         self.context: AttentionContext | None = None
         """Context of the running forward pass; None between passes."""
+        self.recurrent = RecurrentPort(model)
+        """Connection of the model's recurrent layers."""
         for module in model.modules():
             setattr(module, _PORT_ATTRIBUTE, self)
 
     @contextmanager
-    def using(self, context: AttentionContext) -> Iterator[None]:
-        """Pass the model's attention calls to `context` until the block ends."""
+    def using(self, context: AttentionContext, states: StateContext | None = None) -> Iterator[None]:
+        """Pass attention calls to `context`, and those of recurrent layers to `states`, until the block ends."""
         assert self.context is None, "a model runs one forward pass at a time"
-        self.context = context
+        self.context, self.recurrent.context = context, states
         try:
             yield
         finally:
-            self.context = None
+            self.context = self.recurrent.context = None
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Pass a call to the current context and return its output."""

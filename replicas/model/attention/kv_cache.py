@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replicas.model.attention.state_cache import StateCache
 from replicas.model.hardware.huge_pages import huge_zeros
 
 _LEAST_MAGNITUDE = 1e-30
@@ -148,6 +149,8 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.states: StateCache | None = None
+        """State slots beside the blocks; None: the model has no recurrent state."""
         self.dtype = dtype
         self.is_quantized = is_quantized(dtype)
         """True if keys and values have 8 bits and scales."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import SCRATCH_STATE, ScheduledBatch, ScheduledSequence, StateMove
 from replicas.engine.sequence import Sequence
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span, no_tokens
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
@@ -28,6 +28,8 @@ class Chunk:
     end: int
     block_table: array[int]
     """Block table of the sequence, a copy; block_table[p // block_size] holds position p."""
+    state: StateMove = SCRATCH_STATE
+    """Slots of the sequence's recurrent state."""
 
     @property
     def num_tokens(self) -> int:
@@ -137,7 +139,7 @@ class InputPlan:
             to_device.ints(_partial_blocks(items, block_size)),
             to_device.ints(batch.logits_rows),
             tuple(
-                Chunk(row, item.start, item.end, array("i", item.sequence.block_table))
+                Chunk(row, item.start, item.end, array("i", item.sequence.block_table), item.state)
                 for row, item in zip(batch.first_rows, items, strict=True)
             ),
             has_placeholders=min(batch.input_ids) < 0,

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from replicas.errors import ModelLoadError
+from replicas.model.attention.interface import AttentionPort
 from replicas.model.attention.kv_cache import with_cache
 from replicas.model.attention.probe import probe_shapes
 from replicas.model.hardware.limits import unshared_bytes
@@ -30,7 +31,8 @@ def check_model(directory: Path) -> ModelFacts:
     config = read_config(str(directory.resolve()))
     model = check_shapes(directory, config)
     store_latents(model)
-    layers = probe_shapes(model)
+    port = AttentionPort(model)
+    layers = probe_shapes(model, port)
     from replicas.model.loading.loader import longest_of, tokenizer_of  # Only here: a refusal needs no more libraries.
 
     tokenizer = tokenizer_of(str(directory))  # Kept, since the process's memory counts.
@@ -39,8 +41,17 @@ def check_model(directory: Path) -> ModelFacts:
     if layers is None:
         return ModelFacts(process_bytes, longest_of(config))
     cached = with_cache(layers)
-    kv_numbers, kv_scales = sum(layer.num_numbers for layer in cached), sum(layer.num_scales for layer in cached)
-    return ModelFacts(process_bytes, longest_of(config), kv_numbers, kv_scales)
+    states = port.recurrent.layers
+    return ModelFacts(
+        process_bytes,
+        longest_of(config),
+        sum(layer.num_numbers for layer in cached),
+        sum(layer.num_scales for layer in cached),
+        sum(layer.num_heads * layer.key_size * layer.value_size for layer in states),
+        sum(layer.tail_numbers for layer in states),
+        sum((layer.conv_width - 1) * layer.num_channels for layer in states),
+        sum(layer.num_channels for layer in states),
+    )
 
 
 if __name__ == "__main__":

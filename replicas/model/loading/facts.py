@@ -9,12 +9,13 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from replicas.engine.config import EngineLimits
+from replicas.engine.config import EngineLimits, state_slots_per_sequence
 from replicas.errors import ModelLoadError
 from replicas.model.hardware.processor import value_bytes_on_cpu
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 
 _SCALE_BYTES = 4
+_STATE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,14 @@ class ModelFacts:
     """Numbers that one token has in the KV cache, over all layers."""
     kv_scales: int | None = None
     """Scales that one token has in a KV cache in 8 bits, over all layers."""
+    state_numbers: int = 0
+    """Float32 numbers of a slot for recurrent state, over all layers; 0: the model has none."""
+    tail_numbers: int = 0
+    """Float32 numbers that a slot has for each token of a block."""
+    conv_numbers: int = 0
+    """Numbers in `dtype` of the convolutions' inputs before a slot's boundary."""
+    conv_channels: int = 0
+    """Numbers in `dtype` of the convolutions' inputs, for each token of a block."""
 
     def write(self) -> str:
         """Return the facts in one line, for `read`."""
@@ -47,21 +56,58 @@ class ModelFacts:
             return self.kv_numbers * value_bytes_on_cpu(model.dtype)
         return self.kv_numbers + self.kv_scales * _SCALE_BYTES
 
+    def state_slot_bytes(self, model: ModelOptions, limits: EngineLimits) -> int:
+        """Return the size of one slot for recurrent state on CPU, bytes."""
+        conv = self.conv_numbers + limits.block_size * self.conv_channels
+        state = self.state_numbers + limits.block_size * self.tail_numbers
+        return conv * value_bytes_on_cpu(model.dtype) + state * _STATE_BYTES
+
     def check_cache(self, model: ModelOptions, runner: RunnerOptions, limits: EngineLimits) -> None:
         """Check that the KV cache of a replica on CPU holds one sequence of `max_model_len` tokens, or else one block.
+
+        Slots for recurrent state are subtracted first.
 
         Raises:
             ModelLoadError: it does not; the message has the least `kv_cache_bytes`.
         """
+        available, beside = runner.kv_cache_bytes, ""
+        if self.conv_channels:
+            limit = f"kv_cache_bytes is {available}"
+            num_slots = choose_state_slots(available, self.state_slot_bytes(model, limits), limits, limit)
+            state_bytes = (num_slots + 1) * self.state_slot_bytes(model, limits)
+            available -= state_bytes
+            beside = f", of which {num_slots} slots for recurrent state take {state_bytes}"
         token_bytes = self.kv_token_bytes(model, runner)
         num_tokens = model.max_model_len or 1
         num_blocks = -(-num_tokens // limits.block_size) + 1  # One block is the scratch block.
-        if token_bytes is not None and runner.kv_cache_bytes < num_blocks * limits.block_size * token_bytes:
+        if token_bytes is not None and available < num_blocks * limits.block_size * token_bytes:
             of_tokens = "one block" if model.max_model_len is None else f"max_model_len ({num_tokens} tokens)"
             raise ModelLoadError(
-                f"kv_cache_bytes is {runner.kv_cache_bytes}; a cache for {of_tokens} needs "
+                f"kv_cache_bytes is {runner.kv_cache_bytes}{beside}; a cache for {of_tokens} needs "
                 f"{num_blocks * limits.block_size * token_bytes} bytes"
             )
+
+
+def choose_state_slots(
+    available: int, slot_bytes: int, limits: EngineLimits, limit: str, *, has_gpu: bool = False
+) -> int:
+    """Return the number of slots for recurrent state, which take at most half of `available` bytes with a scratch slot.
+
+    There are enough for `max_num_seqs` sequences and as many cached states, if they fit. `limit` names the limit that
+    `available` follows from.
+
+    Raises:
+        ModelLoadError: the slots of one sequence do not fit.
+    """
+    is_asynchronous = has_gpu if limits.async_scheduling is None else limits.async_scheduling
+    least = state_slots_per_sequence(is_asynchronous=is_asynchronous)
+    num_slots = min((least + 1) * limits.max_num_seqs, available // 2 // slot_bytes - 1)
+    if num_slots < least:
+        raise ModelLoadError(
+            f"{limit}; recurrent state gets at most half of that, and its {least + 1} slots need "
+            f"{(least + 1) * slot_bytes} bytes"
+        )
+    return num_slots
 
 
 def choose_max_model_len(longest: int | None, asked: int | None) -> int:

@@ -19,6 +19,8 @@ from replicas.model.attention.cpp import can_attend
 from replicas.model.attention.interface import AttentionContext, AttentionPort, AttentionSpec
 from replicas.model.attention.kv_cache import AttentionLayer, is_quantized
 from replicas.model.attention.probe import dry_forward, probe_attention
+from replicas.model.attention.recurrent import StateContext
+from replicas.model.attention.state_cache import StateLayer
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
@@ -81,13 +83,27 @@ class LoadedModel:
 
         return BatchInvariantOps()  # type: ignore[no-untyped-call]
 
-    def logits(self, context: AttentionContext, input_ids: Tensor, position_ids: Tensor, rows: Tensor | int) -> Tensor:
+    @property
+    def state_layers(self) -> tuple[StateLayer, ...]:
+        """Shapes of the recurrent layers' states, in order of index; empty: the model has none."""
+        return self.port.recurrent.layers
+
+    def logits(
+        self,
+        context: AttentionContext,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        rows: Tensor | int,
+        states: StateContext | None = None,
+    ) -> Tensor:
         """Run a forward pass with attention by `context` and return logits [num_rows, vocab_size] in `dtype`.
+
+        `states` are those of recurrent layers.
 
         Ids and positions are [1, num_tokens] int64. `rows` [num_rows] int64 are the tokens whose logits are returned;
         0 means all.
         """
-        with self.port.using(context), self.ops():
+        with self.port.using(context, states), self.ops():
             output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits
@@ -137,7 +153,9 @@ def load_model(options: ModelOptions) -> LoadedModel:
     layers = probe_attention(model, port)
     if store_checked_latents(model, port):
         layers = probe_attention(model, port)
+    _refuse_options(port, options, device)
     _optimize(model, port, layers, options, has_kernels)
+    port.recurrent.pad_gates()
     vocab_size = config.get_text_config(decoder=True).vocab_size
     configured_ids, end_id = _configured_eos_token_ids(model), getattr(tokenizer, "eos_token_id", None)
     eos_token_ids = configured_ids if end_id is None else configured_ids | {end_id}
@@ -158,6 +176,15 @@ def load_model(options: ModelOptions) -> LoadedModel:
         is_batch_invariant=is_batch_invariant,
         notes=(*_tokenizer_notes(tokenizer, vocab_size), *_eos_notes(configured_ids, tokenizer, vocab_size)),
     )
+
+
+def _refuse_options(port: AttentionPort, options: ModelOptions, device: torch.device) -> None:
+    """Raise ModelLoadError for options that recurrent layers do not support on a GPU."""
+    if not port.recurrent.layers or device.type == "cpu":
+        return
+    for name in ("compile_layers", "batch_invariant"):
+        if getattr(options, name):
+            raise ModelLoadError(f"{name} is true, which models with recurrent layers do not support on a GPU")
 
 
 def remove_waits(model: PreTrainedModel) -> None:

@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from replicas.errors import ModelLoadError
 from replicas.model.hardware.limits import available_memory_bytes
 from replicas.model.loading.checks import num_weights
+from replicas.model.loading.facts import choose_state_slots
 from replicas.model.loading.memory import replica_memory
 from serve_app.cli.checks.machine_checks import Check, Status
 from serve_app.cli.clients.terminal import stderr
@@ -68,6 +69,16 @@ def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
         total = weight_bytes + cache_bytes
     else:
         free, cache_bytes, total = available_memory_bytes(), on_cpu.kv_cache, on_cpu.total
+    slot_bytes = diagnosis["model"]["state_slot_bytes"]
+    if slot_bytes:
+        finding, has_gpu = f"{decimal(cache_bytes)} for KV cache and recurrent state", diagnosis["is_gpu"]
+        try:
+            num_slots = choose_state_slots(cache_bytes, slot_bytes, options.limits, finding, has_gpu=has_gpu)
+        except ModelLoadError as error:
+            yield Check("recurrent state", Status.FAIL, str(error), "raise kv_cache_bytes or gpu_memory_utilization")
+            return
+        cache_bytes -= (num_slots + 1) * slot_bytes
+        yield Check("recurrent state", Status.OK, f"{num_slots} slots of {decimal(slot_bytes)}")
     yield _cache_check(cache_bytes, diagnosis)
     needed = f"{decimal(total)} of {decimal(free)} that are free"
     if total > free:

@@ -23,6 +23,7 @@ ON_CPU: dict[str, Any] = {
     "model": {
         "kv_bytes_per_token": 2**20,
         "kv_bytes_per_token_in_8_bits": 2**19,
+        "state_slot_bytes": 0,
         "max_model_len": 100,
         "has_experts": False,
     },

@@ -31,7 +31,7 @@ class _Step:
 
     runner: PipelinedRunner
     launched: LaunchedStep
-    slots: set[tuple[int, int]]
+    batch: ScheduledBatch
     fails: bool = False
 
     def sample(self) -> None:
@@ -42,7 +42,7 @@ class _Step:
         assert self.runner.pending.popleft() is self, "steps are collected in order"
         if self.fails:
             for step in (self, *self.runner.pending):
-                self.runner.spoil(step.slots)
+                self.runner.spoil(step.batch)
             raise self.runner.failure()
         return self.launched.collect()
 
@@ -78,12 +78,14 @@ class PipelinedRunner(ShadowRunner):
             raise self.failure()
         self.num_overlapping += bool(self.pending)
         launched = super().launch(batch)
-        slots = {slot for item in batch.items for slot in self._slots_of(item)}
-        self.pending.append(_Step(self, launched, slots, fails))
+        self.pending.append(_Step(self, launched, batch, fails))
         return self.pending[-1]
 
-    def spoil(self, slots: set[tuple[int, int]]) -> None:
-        self._slots.update(dict.fromkeys(slots, _GARBAGE))
+    def spoil(self, batch: ScheduledBatch) -> None:
+        for item in batch.items:
+            if item.holds_blocks:
+                self._slots.update(dict.fromkeys(self._slots_of(item), _GARBAGE))
+                self.states.spoil(item)
 
     def _slots_of(self, item: ScheduledSequence) -> list[tuple[int, int]]:
         table, size = item.sequence.block_table, self._block_size
