@@ -12,14 +12,14 @@ from pathlib import Path
 
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.batch import ModelRunner
-from replicas.engine.config import EngineConfig
+from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.constraint import ConstraintCompiler
 from replicas.engine.engine import Engine
 from replicas.engine.engine_thread import EngineThread
 from replicas.engine.outbox import Coalescing, FlushPolicy
 from replicas.engine.output_processor import DecoderFactory
 from replicas.engine.step_watch import StepWatch
-from replicas.model.build import build_runner, warm_up
+from replicas.model.build import build_fitted, describe_lowered, warm_up
 from replicas.model.hardware.limits import cpu_limit
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.tokenizer import make_decoder
@@ -66,9 +66,11 @@ class Backend:
     counts_tokens: bool = False
     """True if penalties need no token on the host."""
     notes: tuple[str, ...] = ()
-    """Faults of the checkpoint with which the model can be served all the same, a sentence each."""
+    """Faults of the checkpoint with which the model can be served all the same, and lowered limits, a sentence each."""
     num_state_slots: int = 0
     """Slots for recurrent state; 0: the model has none."""
+    limits: EngineLimits | None = None
+    """Limits that the KV cache holds; None: those of the options."""
     warm_step_s: float = 0.0
     """Seconds that a few of the largest steps take once kernels are compiled."""
 
@@ -81,11 +83,12 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         UnsupportedModel: the model's architecture cannot be served.
     """
     loaded = load_model(options.model)
-    runner = build_runner(loaded, options.limits, options.runner)
+    fitted = build_fitted(loaded, options.limits, options.runner)
+    runner, limits = fitted.runner, fitted.limits
     if loaded.device.type != "cpu":
-        warm_up(runner, options.limits)  # It may compile kernels.
+        warm_up(runner, limits)  # It may compile kernels.
     warmed_s = time.monotonic()
-    warm_up(runner, options.limits)
+    warm_up(runner, limits)
     warm_step_s = time.monotonic() - warmed_s
     return Backend(
         runner=runner,
@@ -104,7 +107,8 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         if loaded.tokenizer is None
         else GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
         counts_tokens=runner.counts_tokens,
-        notes=loaded.notes,
+        notes=(*loaded.notes, *filter(None, [describe_lowered(options.limits, limits, runner.num_blocks)])),
+        limits=limits,
         warm_step_s=warm_step_s,
     )
 
@@ -140,7 +144,7 @@ class ModelReplica:
             notes=backend.notes,
         )
         for note in backend.notes:
-            _log.warning("the checkpoint has a fault: %s", note)
+            _log.warning("note about the model: %s", note)
         is_on_cpu = backend.device == "cpu"
         default_chunks_per_s = _STREAM_CHUNKS_PER_S_ON_CPU * cpu_limit().num_cpus if is_on_cpu else _STREAM_CHUNKS_PER_S
         self._coalescing = Coalescing(
@@ -205,7 +209,7 @@ def weights_digest(path: str, precision: str) -> str:
 
 def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
     """Return the engine's complete limits. If no `max_model_len` was chosen, a small KV cache lowers the model's."""
-    limits = asdict(options.limits)
+    limits = asdict(backend.limits or options.limits)
     max_model_len = backend.max_model_len
     if options.model.max_model_len is None:
         max_model_len = min(max_model_len, backend.num_blocks * options.limits.block_size)

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from replicas.engine.config import EngineLimits
+from replicas.engine.config import LOWERED_LIMITS, EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
 from replicas.protocol import Band
@@ -507,8 +507,10 @@ class HeadwayConfig(_SettingsOfParts):
 
     def engine_limits(self) -> EngineLimits:
         """Compose the limits of a replica's engine."""
+        lowered = set(LOWERED_LIMITS) - self.model_fields_set if self.num_gpus_per_replica else ()
         return self._part(
             EngineLimits,
+            lowered=frozenset(lowered),
             max_queued_requests=self.max_queued_requests_per_replica,
             max_queued_tokens=max(self.max_queue.interactive.max_tokens, self.max_queue.standard.max_tokens),
             promote_after_s=_PROMOTE_SHARE * self.max_starvation_s,

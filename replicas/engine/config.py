@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Self
 
 from replicas.protocol import BANDS, Auto
 from replicas.settings import check_bounds, setting
+
+LOWERED_LIMITS = ("max_num_seqs", "max_num_batched_tokens")
+"""Limits that follow the size of the KV cache where they are not chosen."""
+_LEAST_SEQ_TOKENS = 128
+"""Tokens of the KV cache for each of so many sequences as run together: about those of a short request. With fewer,
+most sequences would be preempted before their end."""
 
 
 class KVPressurePolicy(Enum):
@@ -27,10 +34,11 @@ class EngineLimits:
     block_size: int = setting(16, ge=1)
     """Tokens in one block of the KV cache."""
     max_num_seqs: int = setting(32, ge=1)
-    """Most sequences that run together in one replica. With a GPU the default is 256."""
+    """Most sequences that run together in one replica. With a GPU the default is 256, or as many as the KV cache has
+    128 tokens for."""
     max_num_batched_tokens: int = setting(512, ge=1)
     """Most tokens that one engine step computes. Less makes decodes smoother and prefills slower. With a GPU the
-    default is 2,048."""
+    default is 2,048, or the tokens of the KV cache."""
     target_itl_ms: float | None = setting(None, gt=0)
     """Target for the time between two tokens of a stream, milliseconds. Steps in which sequences decode compute fewer
     prompt tokens, down to none, to stay within 20 % of it. None: only `max_num_batched_tokens` limits them."""
@@ -61,6 +69,8 @@ class EngineLimits:
     exceed it, fewer sequences of less urgent bands decode in a step. None: no target."""
     fairness_rest_steps: int = 64
     """Fewest steps between two preemptions of one sequence for other tenants' fair shares."""
+    lowered: frozenset[str] = frozenset()
+    """Names of the limits, of `LOWERED_LIMITS`, that are lowered until the KV cache holds them."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -69,6 +79,23 @@ class EngineLimits:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must exceed max_num_seqs "
                 f"({self.max_num_seqs}), or no prompt could begin while all running sequences decode"
             )
+
+    def held_by(self, num_blocks: int) -> Self:
+        """Return these limits, with those of `lowered` so low that `num_blocks` blocks hold them.
+
+        The blocks hold the tokens of a step, and 128 tokens of each sequence. If there is no block at all, since steps
+        of this size take the memory, the limits are halved.
+        """
+        num_tokens = num_blocks * self.block_size
+        most_seqs, most_tokens = num_tokens // _LEAST_SEQ_TOKENS, num_tokens
+        if num_blocks < 1:
+            most_seqs, most_tokens = self.max_num_seqs // 2, self.max_num_batched_tokens // 2
+        max_seqs, max_tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if "max_num_seqs" in self.lowered:
+            max_seqs = max(1, min(max_seqs, most_seqs))
+        if "max_num_batched_tokens" in self.lowered:
+            max_tokens = max(max_seqs + 1, min(max_tokens, most_tokens))
+        return replace(self, max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens)
 
 
 def state_slots_per_sequence(*, is_asynchronous: bool) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
-from replicas.engine.config import EngineLimits
+from replicas.engine.config import LOWERED_LIMITS, EngineLimits
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache, bytes_per_block, num_tensors
@@ -23,9 +25,40 @@ from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling.sampler import has_draw_kernel, token_counts
 
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FittedRunner:
+    """Runner with the limits that its KV cache holds."""
+
+    runner: TorchModelRunner
+    limits: EngineLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes for a KV cache, with the words for the case that they are too few."""
+
+    num_bytes: int
+    reason: str
+    num_state_slots: int = 0
+    """Slots for recurrent state, which have their own bytes; 0: the model has none."""
+
+    def beside_states(self, num_slots: int, slot_bytes: int) -> Room:
+        """Return the room that slots for recurrent state, and a scratch slot, leave."""
+        state_bytes = (num_slots + 1) * slot_bytes
+        reason = f"{self.reason}, of which {num_slots} slots for recurrent state take {state_bytes},"
+        return Room(self.num_bytes - state_bytes, reason, num_slots)
+
 
 def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptions) -> TorchModelRunner:
-    """Build a runner for `loaded` with as many KV blocks as `options` allow.
+    """Build a runner for `loaded` with as many KV blocks as `options` allow. See `build_fitted`."""
+    return build_fitted(loaded, limits, options).runner
+
+
+def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptions) -> FittedRunner:
+    """Build a runner for `loaded` with as many KV blocks as `options` allow, and lower the limits that nobody chose.
 
     Raises:
         ModelLoadError: fewer than two blocks fit, or a requested attention backend or kernel does not work.
@@ -34,41 +67,60 @@ def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
         raise ModelLoadError("batch_invariant is true, and the kernel that it needs for sampling does not work here")
     cache_dtype = choose_cache_dtype(options.kv_cache_dtype, loaded.dtype)
     attention = choose_attention(loaded.attention_spec(limits.block_size, cache_dtype), options.attention_backend)
-    graphs = _graph_builder(loaded, attention, limits, options)
-    if loaded.device.type == "cuda":
-        use = _measure_on_cuda(loaded, attention, limits, options, graphs)
-        available = use.cache_bytes(num_tensors(loaded.layers, cache_dtype))
-        limit = f"gpu_memory_utilization ({options.gpu_memory_utilization} of {min(1.0, options.num_gpus):g} GPU) {use}"
-    else:
-        available = options.kv_cache_bytes
-        limit = f"kv_cache_bytes is {available}"
-    states = _state_cache(loaded, limits, available, limit)
-    if states is not None:
-        state_bytes = (states.num_slots + 1) * bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
-        available -= state_bytes
-        limit += f", of which {states.num_slots} slots for recurrent state take {state_bytes},"
+    graphs = _graph_builder(loaded, attention, options)
     block_bytes = bytes_per_block(loaded.layers, limits.block_size, cache_dtype)
-    num_blocks = available // block_bytes - 1  # One block is the scratch block.
-    if num_blocks < 1:
-        raise ModelLoadError(f"{limit} for the KV cache; two blocks need {2 * block_bytes} bytes")
+
+    slot_bytes = bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
+    has_gpu = loaded.device.type == "cuda"
+
+    def room(tried: EngineLimits) -> Room:
+        whole = Room(options.kv_cache_bytes, f"kv_cache_bytes is {options.kv_cache_bytes}")
+        if has_gpu:
+            whole = _room_on_cuda(loaded, attention, tried, options, graphs)
+        if not loaded.state_layers:
+            return whole
+        num_slots = choose_state_slots(whole.num_bytes, slot_bytes, tried, whole.reason, has_gpu=has_gpu)
+        return whole.beside_states(num_slots, slot_bytes)
+
+    limits, num_blocks, num_slots = fit_limits(limits, block_bytes, room)
     cache = KVCache(loaded.layers, num_blocks, limits.block_size, cache_dtype, loaded.device)
-    cache.states = states
-    captured = None if graphs is None else graphs.captured(cache)
+    if num_slots:
+        cache.states = StateCache(loaded.state_layers, num_slots, limits.block_size, loaded.dtype, loaded.device)
+    captured = None if graphs is None else graphs.captured(cache, limits)
     counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device)
-    return TorchModelRunner(loaded, cache, attention, captured, counts)
+    return FittedRunner(TorchModelRunner(loaded, cache, attention, captured, counts), limits)
 
 
-def _state_cache(loaded: LoadedModel, limits: EngineLimits, available: int, limit: str) -> StateCache | None:
-    """Return slots for recurrent state, in at most half of the memory; None: the model has none.
+def fit_limits(
+    limits: EngineLimits, block_bytes: int, room: Callable[[EngineLimits], Room]
+) -> tuple[EngineLimits, int, int]:
+    """Return the limits, lowered until the KV cache holds them, its number of blocks and that of state slots.
+
+    Smaller steps take less memory beside the cache, so `room` is asked again for lowered limits.
 
     Raises:
-        ModelLoadError: the slots of one sequence do not fit.
+        ModelLoadError: fewer than two blocks fit.
     """
-    if not loaded.state_layers:
+    while True:
+        found = room(limits)
+        num_blocks = found.num_bytes // block_bytes - 1  # One block is the scratch block.
+        lower = limits.held_by(num_blocks)
+        if lower == limits:
+            break
+        limits = lower
+    if num_blocks < 1:
+        raise ModelLoadError(f"{found.reason} for the KV cache; two blocks need {2 * block_bytes} bytes")
+    return limits, num_blocks, found.num_state_slots
+
+
+def describe_lowered(before: EngineLimits, after: EngineLimits, num_blocks: int) -> str | None:
+    """Return a sentence about the limits that were lowered, and the reason; None if there are none."""
+    names = [name for name in LOWERED_LIMITS if getattr(before, name) != getattr(after, name)]
+    if not names:
         return None
-    slot_bytes = bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
-    num_slots = choose_state_slots(available, slot_bytes, limits, limit, has_gpu=loaded.device.type == "cuda")
-    return StateCache(loaded.state_layers, num_slots, limits.block_size, loaded.dtype, loaded.device)
+    lowered = " and ".join(f"{name} from {getattr(before, name):,} to {getattr(after, name):,}" for name in names)
+    num_tokens = num_blocks * after.block_size
+    return f"{lowered}: the KV cache holds {num_tokens:,} tokens; give it more memory, or set the limits to keep them"
 
 
 def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
@@ -83,25 +135,24 @@ def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
 class _GraphBuilder:
     """Builder of captured steps over a cache."""
 
-    def __init__(self, loaded: LoadedModel, attention: PlannedAttention, limits: EngineLimits, max_mixed: int) -> None:
+    def __init__(self, loaded: LoadedModel, attention: PlannedAttention, max_mixed: int) -> None:
         self._loaded = loaded
         self._attention = attention
-        self._shapes = step_shapes(limits.max_num_seqs, limits.max_num_batched_tokens, max_mixed)
+        self._max_mixed = max_mixed
         self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
         self._is_possible = True
 
-    def captured(self, cache: KVCache) -> GraphRunner | None:
+    def captured(self, cache: KVCache, limits: EngineLimits) -> GraphRunner | None:
         """Return captured CUDA graphs; None if the model prevents it, now or at an earlier call."""
         if not self._is_possible:
             return None
-        graphs = GraphRunner(self._loaded, cache, self._attention, self._shapes)
+        shapes = step_shapes(limits.max_num_seqs, limits.max_num_batched_tokens, self._max_mixed)
+        graphs = GraphRunner(self._loaded, cache, self._attention, shapes)
         self._is_possible = graphs.capture(self._stream)
         return graphs if self._is_possible else None
 
 
-def _graph_builder(
-    loaded: LoadedModel, attention: AttentionBackend, limits: EngineLimits, options: RunnerOptions
-) -> _GraphBuilder | None:
+def _graph_builder(loaded: LoadedModel, attention: AttentionBackend, options: RunnerOptions) -> _GraphBuilder | None:
     """Return a builder of CUDA graphs; None if the device, the attention backend, the options or the model have none.
 
     Recurrent layers run in plain torch, which looks at the lengths of the chunks on the host.
@@ -112,7 +163,36 @@ def _graph_builder(
     # FlashAttention 3 is faster than the graphs' attention for long prompts.
     has_flash = isinstance(attention, FlashAndTriton)
     max_mixed = SMALL_MIXED if has_flash else largest_mixed(compute_capability(loaded.device))
-    return _GraphBuilder(loaded, planned, limits, max_mixed)
+    return _GraphBuilder(loaded, planned, max_mixed)
+
+
+def _room_on_cuda(
+    loaded: LoadedModel,
+    attention: AttentionBackend,
+    limits: EngineLimits,
+    options: RunnerOptions,
+    graphs: _GraphBuilder | None,
+) -> Room:
+    """Return the memory that the largest steps and the graphs leave.
+
+    Raises:
+        ModelLoadError: they do not fit the memory, and no limit can be lowered.
+    """
+    try:
+        use = _measure_on_cuda(loaded, attention, limits, options, graphs)
+    except (torch.OutOfMemoryError, ModelLoadError) as error:
+        if limits.held_by(0) == limits:
+            raise
+        _log.info(
+            "%d sequences and %d tokens a step do not fit the memory: %s",
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            error,
+        )
+        return Room(0, str(error))
+    cache_dtype = choose_cache_dtype(options.kv_cache_dtype, loaded.dtype)
+    share = f"gpu_memory_utilization ({options.gpu_memory_utilization} of {min(1.0, options.num_gpus):g} GPU)"
+    return Room(use.cache_bytes(num_tensors(loaded.layers, cache_dtype)), f"{share} {use}")
 
 
 def _measure_on_cuda(
@@ -139,7 +219,7 @@ def _measure_on_cuda(
         CudaMemory(loaded.device),
         MemoryShare(options.gpu_memory_utilization, options.num_gpus),
         run_steps,
-        lambda: None if graphs is None else graphs.captured(scratch),
+        lambda: None if graphs is None else graphs.captured(scratch, limits),
     )
 
 

@@ -145,7 +145,10 @@ def with_gpus(config: HeadwayConfig) -> HeadwayConfig:
         changes |= config.limits_on_gpu()
     if config.max_replicas is None and gpus_per_replica > 0:
         changes["max_replicas"] = max(config.num_replicas, int(num_gpus / gpus_per_replica))
-    return config.model_copy(update=changes)
+    changed = config.model_copy(update=changes)
+    # A limit that nobody chose may still be lowered, and follows the device when the configuration is read again.
+    changed.model_fields_set.difference_update(changes.keys() - config.model_fields_set)
+    return changed
 
 
 def _num_cluster_gpus() -> float:

@@ -121,12 +121,13 @@ def test_the_device_auto_is_a_gpu_only_for_a_replica_that_was_given_one(device, 
 def test_limits_of_steps_that_are_not_given_depend_on_the_device(fields, limits):
     on_gpu = with_gpus(HeadwayConfig(num_gpus_per_replica=1, max_replicas=1, **fields))
     assert (on_gpu.engine_limits().max_num_seqs, on_gpu.engine_limits().max_num_batched_tokens) == limits
-    assert with_gpus(on_gpu) == on_gpu
+    assert on_gpu.engine_limits().lowered == {"max_num_seqs", "max_num_batched_tokens"} - fields.keys()
+    assert with_gpus(on_gpu) == on_gpu and with_gpus(on_gpu).engine_limits() == on_gpu.engine_limits()
 
 
 def test_without_a_gpu_the_limits_of_steps_are_those_of_a_processor():
     limits = with_gpus(HeadwayConfig(num_gpus_per_replica=0)).engine_limits()
-    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (32, 512)
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.lowered) == (32, 512, frozenset())
 
 
 def test_every_field_says_what_it_does():

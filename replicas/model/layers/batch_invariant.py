@@ -16,10 +16,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replicas.errors import UnsupportedModel
+from replicas.model.hardware.device import compute_capability
 from replicas.model.hardware.selfcheck import find_fault, relative_error
 from replicas.model.layers.experts import ExpertLayer, Routing
-from replicas.model.layers.triton_experts import batch_invariant_expert_linear, batch_invariant_tile
-from replicas.model.layers.triton_kernels import linear_kernel, row_sum_kernel
+from replicas.model.layers.invariant_tiles import divide
+from replicas.model.layers.triton_experts import batch_invariant_expert_linear
+from replicas.model.layers.triton_kernels import add_parts_kernel, linear_kernel, row_sum_kernel
 
 _ROW_TILE = 1024
 _PASSED = (torch.float64,)
@@ -54,26 +56,40 @@ def multiply_rows(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     inputs = inputs.contiguous()
     weight = weight if is_transposed else weight.contiguous()
     output = inputs.new_empty(num_rows, out_size)
-    tile = batch_invariant_tile(inputs.itemsize)
-    if num_rows:
-        # Programs of the same weights run together.
-        grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(out_size, tile.columns))
-        linear_kernel[grid](
-            inputs,
-            weight,
-            output if bias is None else bias.contiguous(),
-            output,
-            num_rows,
-            IN_SIZE=in_size,
-            OUT_SIZE=out_size,
-            IS_TRANSPOSED=is_transposed,
-            HAS_BIAS=bias is not None,
-            TILE_ROWS=tile.rows,
-            TILE_COLUMNS=tile.columns,
-            TILE_INNER=tile.inner,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+    if num_rows == 0:
+        return output
+    division = divide(compute_capability(inputs.device), in_size, out_size, inputs.itemsize, num_rows)
+    tile, has_bias = division.tile, bias is not None
+    bias = output if bias is None else bias.contiguous()
+    parts = output
+    if division.is_split:
+        parts = inputs.new_empty(division.num_parts, num_rows, out_size, dtype=torch.float32)
+    # Programs of the same weights run together.
+    grid = (triton.cdiv(num_rows, tile.rows), triton.cdiv(out_size, tile.columns))
+    linear_kernel[(*grid, division.num_parts if division.is_split else 1)](
+        inputs,
+        weight,
+        bias,
+        parts,
+        num_rows,
+        IN_SIZE=in_size,
+        OUT_SIZE=out_size,
+        NUM_PARTS=division.num_parts,
+        PART_SIZE=division.part_size,
+        IS_TRANSPOSED=is_transposed,
+        HAS_BIAS=has_bias,
+        IS_SPLIT=division.is_split,
+        TILE_ROWS=tile.rows,
+        TILE_COLUMNS=tile.columns,
+        TILE_INNER=tile.inner,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if division.is_split:
+        add_parts_kernel[(num_rows, triton.cdiv(out_size, _ROW_TILE))](
+            parts, bias, output, num_rows, OUT_SIZE=out_size, NUM_PARTS=division.num_parts, HAS_BIAS=has_bias,
+            TILE=_ROW_TILE,
+        )  # fmt: skip
     return output
 
 

@@ -188,36 +188,88 @@ def linear_kernel(
     inputs,  # [num_rows, IN_SIZE], contiguous
     weight,  # [IN_SIZE, OUT_SIZE], contiguous; [OUT_SIZE, IN_SIZE] if IS_TRANSPOSED
     bias,  # [OUT_SIZE]
-    output,  # [num_rows, OUT_SIZE], contiguous
+    output,  # [num_rows, OUT_SIZE], contiguous; [NUM_PARTS, num_rows, OUT_SIZE] float32 if IS_SPLIT
     num_rows,
     IN_SIZE: tl.constexpr,
     OUT_SIZE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    PART_SIZE: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_INNER: tl.constexpr,
 ):
-    """Compute a tile of the product of inputs and weight. The order of an output's sum depends on IN_SIZE alone."""
+    """Compute a tile of the product of inputs and weight; if IS_SPLIT, part `program_id(2)` of its sums.
+
+    The order of an output's sum depends on IN_SIZE, PART_SIZE and TILE_INNER: parts are summed each from zero, and
+    added in their order, here or by `add_parts_kernel`.
+    """
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_row = rows < num_rows
     is_column = columns < OUT_SIZE
-    inner = tl.arange(0, TILE_INNER)
-    in_stride = 1 if IS_TRANSPOSED else OUT_SIZE
-    out_stride = IN_SIZE if IS_TRANSPOSED else 1
-    row_inputs = inputs + rows.to(tl.int64)[:, None] * IN_SIZE + inner[None, :]
-    weight_tile = weight + inner[:, None] * in_stride + columns.to(tl.int64)[None, :] * out_stride
-    sums = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-    for first in range(0, IN_SIZE, TILE_INNER):
-        is_inner = inner < IN_SIZE - first
-        left = tl.load(row_inputs + first, mask=is_row[:, None] & is_inner[None, :], other=0.0)
-        right = tl.load(weight_tile + first * in_stride, mask=is_inner[:, None] & is_column[None, :], other=0.0)
-        sums = tl.dot(left, right, sums, input_precision="ieee")
+    cells = rows.to(tl.int64)[:, None] * OUT_SIZE + columns[None, :]
+    is_cell = is_row[:, None] & is_column[None, :]
+    row_inputs = inputs + rows.to(tl.int64)[:, None] * IN_SIZE
+    column_weights = weight + columns.to(tl.int64)[None, :] * (IN_SIZE if IS_TRANSPOSED else 1)
+    part = tl.program_id(2) if IS_SPLIT else 0
+    sums = _part_of_product(
+        row_inputs, column_weights, is_row, is_column, part, IN_SIZE, OUT_SIZE, PART_SIZE, IS_TRANSPOSED,
+        TILE_ROWS, TILE_COLUMNS, TILE_INNER,
+    )  # fmt: skip
+    if IS_SPLIT:
+        tl.store(output + tl.program_id(2).to(tl.int64) * num_rows * OUT_SIZE + cells, sums, mask=is_cell)
+        return
+    for part in range(1, NUM_PARTS):
+        sums += _part_of_product(
+            row_inputs, column_weights, is_row, is_column, part, IN_SIZE, OUT_SIZE, PART_SIZE, IS_TRANSPOSED,
+            TILE_ROWS, TILE_COLUMNS, TILE_INNER,
+        )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    where = output + rows.to(tl.int64)[:, None] * OUT_SIZE + columns[None, :]
-    tl.store(where, sums.to(output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    tl.store(output + cells, sums.to(output.dtype.element_ty), mask=is_cell)
+
+
+@triton.jit
+def _part_of_product(
+    row_inputs, column_weights, is_row, is_column, part,
+    IN_SIZE: tl.constexpr, OUT_SIZE: tl.constexpr, PART_SIZE: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_INNER: tl.constexpr,
+):  # fmt: skip
+    """Return the sums over inputs [part * PART_SIZE, (part + 1) * PART_SIZE)."""
+    in_stride = 1 if IS_TRANSPOSED else OUT_SIZE
+    begin = part * PART_SIZE
+    sums = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for first in range(begin, tl.minimum(begin + PART_SIZE, IN_SIZE), TILE_INNER):
+        inner = first + tl.arange(0, TILE_INNER)
+        is_inner = inner < IN_SIZE
+        left = tl.load(row_inputs + inner[None, :], mask=is_row[:, None] & is_inner[None, :], other=0.0)
+        right_mask = is_inner[:, None] & is_column[None, :]
+        right = tl.load(column_weights + inner[:, None] * in_stride, mask=right_mask, other=0.0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_parts_kernel(
+    parts, bias, output, num_rows, OUT_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Add up a tile of row `program_id(0)` of `parts` [NUM_PARTS, num_rows, OUT_SIZE] float32 in their order."""
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_column = columns < OUT_SIZE
+    row = tl.program_id(0).to(tl.int64)
+    sums = tl.load(parts + row * OUT_SIZE + columns, mask=is_column, other=0.0)
+    for part in range(1, NUM_PARTS):
+        where = parts + (row + part * num_rows) * OUT_SIZE
+        sums += tl.load(where + columns, mask=is_column, other=0.0)
+    if HAS_BIAS:
+        sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(
+        output + tl.program_id(0).to(tl.int64) * OUT_SIZE + columns, sums.to(output.dtype.element_ty), mask=is_column
+    )
 
 
 @triton.jit(do_not_specialize=["size"])

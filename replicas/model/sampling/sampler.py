@@ -198,18 +198,18 @@ class Sampler:
             sampled.tokens[rows] = sample_full(_select(processed, rows), plan.full.place(on_device))
         if plan.truncated is not None:
             rows = on_device.ints(plan.truncated.rows)
-            sampled.tokens[rows] = _draw_truncated(processed, rows, plan.truncated, on_device)
+            sampled.tokens[rows] = _draw_truncated(processed, rows, sampled.tokens, plan.truncated, on_device)
         return sampled
 
 
-def _draw_truncated(logits: Tensor, rows: Tensor, random: RandomRows, on_device: DeviceBuffer) -> Tensor:
-    """Return the tokens of `rows`, [len(rows)] int64."""
+def _draw_truncated(logits: Tensor, rows: Tensor, peaks: Tensor, random: RandomRows, on_device: DeviceBuffer) -> Tensor:
+    """Return the tokens of `rows`, [len(rows)] int64. `peaks` are the most probable tokens of these rows of logits."""
     if not has_draw_kernel(logits.device):
         return sample_truncated(_select(logits, rows), random.place(on_device))
     from replicas.model.sampling.triton_draw import draw_truncated
 
-    flags = {"has_top_k": random.has_top_k, "has_top_p": random.has_top_p}
-    return draw_truncated(logits, rows, on_device.floats(random.columns), **flags)
+    columns = on_device.floats(random.columns)
+    return draw_truncated(logits, rows, columns, peaks, has_top_k=random.has_top_k, has_top_p=random.has_top_p)
 
 
 def _select(logits: Tensor, rows: Tensor) -> Tensor:

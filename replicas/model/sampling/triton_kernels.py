@@ -121,11 +121,15 @@ def draw_kernel(
 ):  # fmt: skip
     """Draw a token for rows [program_id(0) * TILE_ROWS, ...) of `rows`, which are rows of `logits` [., vocab_size].
 
+    Rows whose token is not -1 keep it.
+
     `columns` [num_rows, 5] float64 holds uniform number, temperature, top-p, min-p and top-k of each row. WHOLE is the
     mass of the most probable token, a power of 2. The masses of all tokens fit 63 bits.
     """
     index = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    is_row = index < num_rows
+    is_row = (index < num_rows) & (tl.load(tokens + index, mask=index < num_rows, other=0) < 0)
+    if tl.max(is_row.to(tl.int32), 0) == 0:
+        return
     start = logits + tl.load(rows + index, mask=is_row, other=0) * stride
     params = columns + index * 5
     uniform = tl.load(params, mask=is_row, other=0.0)

@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -71,16 +73,19 @@ def compiled(
     num_warps: int = 4,
     num_stages: int = 3,
     has_bytes: bool = False,
+    pointers: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """Compile like a launch: pointers are multiples of 16 bytes, and nothing is known of the integers.
 
-    With `has_bytes` the cache holds bytes.
+    With `has_bytes` the cache holds bytes. `pointers` are types of arguments that other kernels have otherwise.
     """
     numbers = "*bf16" if shape.itemsize == 2 else "*fp32"
     cached = dict.fromkeys(("cached_keys", "cached_values"), "*i8" if has_bytes else numbers)
     scalars = {"scale": "fp32", "softcap": "fp32", "epsilon": "fp32", **dict.fromkeys(_INTEGERS, "i32")}
     signature = {
-        name: "constexpr" if name in constants else scalars.get(name) or (_POINTERS | cached).get(name, numbers)
+        name: "constexpr"
+        if name in constants
+        else scalars.get(name) or (_POINTERS | cached | pointers).get(name, numbers)
         for name in kernel.arg_names
     }
     source = ASTSource(

@@ -21,6 +21,7 @@ from replicas.model.attention.probe import dry_forward
 from replicas.model.attention.triton import TritonBackend
 from replicas.model.batch.inputs import batches_of_every_kind
 from replicas.model.hardware.device import compute_capability
+from replicas.model.layers import batch_invariant, invariant_tiles
 from replicas.model.layers.batch_invariant import BatchInvariantOps, DependsOnBatch, check_products, refuse_others
 from replicas.model.layers.optimize import cuda_modules, optimize_model
 from replicas.model.runner import TorchModelRunner
@@ -82,6 +83,25 @@ def test_a_row_is_the_same_alone_and_among_others(name: str) -> None:
             torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-4)
             for first, last in ((0, 1), (40, 41), (7, 80), (100, 101)):
                 assert torch.equal(operation(rows[first:last]), together[first:last])
+
+
+@pytest.mark.parametrize("capability", [80, 90, pytest.param(100, marks=pytest.mark.deep)])
+def test_rows_are_the_same_on_both_sides_of_each_tile_switch(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parts of the sums in programs of their own, and in one program; the last part is not full."""
+    in_size, out_size = 1100, 200
+    monkeypatch.setattr(batch_invariant, "compute_capability", lambda _: capability)
+    monkeypatch.setattr(invariant_tiles, "_MAX_SPLIT_PROGRAMS", 8)
+    invariant_tiles.divide.cache_clear()
+    rows, weight, bias = drawn(130, in_size), drawn(out_size, in_size), drawn(out_size)
+    rows, weight, bias = (some.half() for some in (rows, weight, bias))
+    together = batch_invariant.multiply_rows(rows, weight.t(), bias)
+    torch.testing.assert_close(together, functional.linear(rows, weight, bias), atol=0.1, rtol=0.02)
+    numbers = (16, 17, 65)
+    for number in numbers:
+        assert torch.equal(batch_invariant.multiply_rows(rows[:number], weight.t(), bias), together[:number])
+    divisions = {invariant_tiles.divide(capability, in_size, out_size, 2, number) for number in (*numbers, len(rows))}
+    invariant_tiles.divide.cache_clear()
+    assert {one.is_split for one in divisions} == {True, False} and {one.num_parts for one in divisions} == {4}
 
 
 def test_the_mode_is_what_keeps_the_order() -> None:
