@@ -52,9 +52,9 @@ class AdaptedChat:
     def _renamed_pointer(self, pointer: str) -> str:
         """Return a JSON pointer into the chat as one into the protocol's request."""
         for path, name in self.names.items():
-            begin = _pointer_of(path)
-            if pointer.startswith(f"{begin}/"):
-                return _pointer_of(name) + pointer.removeprefix(begin)
+            begin = f"{_pointer_of(path)}/"
+            if pointer.startswith(begin) or (path.startswith(".") and begin in pointer):
+                return pointer.replace(begin, f"{_pointer_of(name)}/", 1)
         return pointer
 
     async def num_prompt_tokens(self, service: CompletionService, caller: Caller) -> int:
@@ -106,4 +106,4 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
 
 def _pointer_of(path: str) -> str:
     """Return the path of a field as a JSON pointer."""
-    return "/" + _STEP.sub("/", path.replace("]", ""))
+    return "/" + _STEP.sub("/", path.replace("]", "")).lstrip("/")
