@@ -235,6 +235,54 @@ async def test_errors_name_the_field_of_the_request(agent: Api, fields: dict[str
     assert refusal(response)[::2] == (404 if param == "model" else 400, param), response.text
 
 
+def turn(number: int, words: int = 40) -> list[dict[str, Any]]:
+    """Return a turn with a call and its output."""
+    call = {"type": "function_call", "call_id": f"c{number}", "name": "weather", "arguments": '{"city": "Paris"}'}
+    output = {"type": "function_call_output", "call_id": f"c{number}", "output": f"<output {number}> " + "so " * words}
+    return [{"role": "user", "content": f"<question {number}>"}, call, output, {"role": "assistant", "content": "ok"}]
+
+
+async def test_the_first_messages_are_dropped_until_the_rest_fits(
+    agent: Api, writes: Writes, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    writes("Yes.")
+    items = [item for number in range(60) for item in turn(number)] + [{"role": "user", "content": "<last>"}]
+    refused = await respond(agent, input=items, instructions="be kind", max_output_tokens=200)
+    assert refusal(refused) == (400, "context_length_exceeded", "input")
+    fields = {"instructions": "be kind", "max_output_tokens": 200, "truncation": "auto"}
+    for stream in (False, True):
+        response = await respond(agent, input=items, **fields, stream=stream)
+        reply = stream_of(response)[-1]["response"] if stream else response.json()
+        assert (reply["truncation"], "x-headway-ignored" in response.headers) == ("auto", False)
+        prompt = prompt_of(agent, tokenizer)
+        num_dropped = next(number for number in range(60) if f"<question {number}>" in prompt)
+        assert 0 < num_dropped < 59 and "be kind" in prompt and "<last>" in prompt
+        for number in range(60):
+            shown = [text in prompt for text in (f"<question {number}>", f"<output {number}>")]
+            assert shown == [number >= num_dropped] * 2
+    num_tokens = len(agent.replica.started[-1].prompt_token_ids)
+    assert num_tokens + 200 <= 4096 < num_tokens + 200 + 4096 / (60 - num_dropped), "no more than needed is dropped"
+    again = await respond(agent, input=items[num_dropped * 4 :], **{**fields, "truncation": "disabled"})
+    assert again.status_code == 200
+    assert agent.replica.started[-1].prompt_token_ids == agent.replica.started[-2].prompt_token_ids
+
+
+async def test_the_last_message_of_the_user_stays_before_the_calls_that_follow_it(
+    agent: Api, writes: Writes, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    writes("Yes.")
+    calls = [item for number in range(60) for item in turn(number)[1:3]]
+    first, wrong = {"role": "user", "content": "<only>"}, {**calls[-2], "arguments": "[1"}
+    assert (await respond(agent, input=[first, *calls], truncation="auto")).status_code == 200
+    prompt = prompt_of(agent, tokenizer)
+    assert "<only>" in prompt and "<output 59>" in prompt and "<output 0>" not in prompt
+    assert prompt.count("<tool_call>") == prompt.count("<output ")
+    error = await respond(agent, input=[first, *calls[:-2], wrong, calls[-1]], truncation="auto")
+    assert refusal(error)[::2] == (400, "input[119].arguments")
+    too_long = await respond(agent, input=[first, {"role": "user", "content": "so " * 9000}], truncation="auto")
+    assert refusal(too_long) == (400, "context_length_exceeded", "input")
+
+
 _REQUIRED = {
     "id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id",
     "instructions", "output", "error", "tools", "truncation", "parallel_tool_calls", "text", "top_p", "tool_choice",
