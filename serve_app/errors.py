@@ -14,7 +14,7 @@ _MAX_SHOWN_CHARS = 50
 _MAX_IDS = 10
 """Most ids that one error names."""
 
-_MESSAGES_PATH = "/v1/messages"
+MESSAGES_PATH = "/v1/messages"
 _MESSAGE_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -64,7 +64,7 @@ class ErrorReply:
 
 def is_of_messages(path: str) -> bool:
     """Return True for a path of Anthropic's Messages API."""
-    return path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 class HttpError(Exception):

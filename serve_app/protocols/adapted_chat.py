@@ -13,6 +13,7 @@ from replicas.errors import InvalidRequest
 from serve_app.openai.reply.chat_format import ReplyKind
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.request.caller import Caller
+from serve_app.openai.request.conversation import MessageList
 from serve_app.openai.request.parsing import invalid_request
 from serve_app.openai.request.schema import ChatBody
 from serve_app.openai.request.validation import ContextExceeded
@@ -35,26 +36,63 @@ class AdaptedChat:
     """Message for a prompt of `num_tokens`, more than the `limit`, as the protocol has it; None: OpenAI's."""
     ignored_tools: tuple[str, ...] = ()
     """Tools of the request that only the protocol's own server can run; the model does not see them."""
+    droppable: tuple[tuple[int, ...], ...] = ()
+    """Units of messages, by their indices, that may be dropped in this order if the prompt exceeds the context."""
 
     async def prepare(self, service: CompletionService, caller: Caller) -> PreparedCompletion:
-        """Prepare the completion, as `CompletionService.chat` does.
+        """Prepare the completion, as `CompletionService.chat` does; as few messages as must be are dropped.
 
         Raises:
             InvalidRequest: the request cannot be served; it names fields as the protocol does.
             UnknownModel, NoReplicaAvailable: as `CompletionService.chat`.
         """
         try:
-            prepared = await service.chat(self.chat, caller, self.reply)
-        except InvalidRequest as error:
+            prepared = await self._prepared(service, caller)
+        except ContextExceeded as error:
             raise self._told(error) from None
         return replace(prepared, not_enforced=tuple(map(self._renamed_pointer, prepared.not_enforced)))
+
+    async def _prepared(self, service: CompletionService, caller: Caller) -> PreparedCompletion:
+        """Prepare the completion; where the prompt exceeds the context, the fewest units to drop are found by bisection.
+
+        Raises:
+            ContextExceeded: the prompt is too long with all units dropped; it names fields as chats do.
+            InvalidRequest, UnknownModel, NoReplicaAvailable: as `prepare` does.
+        """
+        try:
+            return await service.chat(self.chat, caller, self.reply)
+        except ContextExceeded:
+            if not self.droppable:
+                raise
+        except InvalidRequest as error:
+            raise self._told(error) from None
+        fewest, most = 1, len(self.droppable)
+        prepared = await self._without(most)._prepared(service, caller)
+        while fewest < most:
+            middle = (fewest + most) // 2
+            try:
+                prepared, most = await self._without(middle)._prepared(service, caller), middle
+            except ContextExceeded:
+                fewest = middle + 1
+        return prepared
+
+    def _without(self, num_units: int) -> AdaptedChat:
+        """Return the chat without its first droppable units."""
+        dropped = {index for unit in self.droppable[:num_units] for index in unit}
+        indices = [index for index in range(len(self.chat.messages)) if index not in dropped]
+        names = {path: name for path, name in self.names.items() if not path.startswith("messages[")}
+        for place, index in enumerate(indices):
+            old, new = f"messages[{index}]", f"messages[{place}]"
+            names |= {new + path[len(old) :]: name for path, name in self.names.items() if path.startswith(old)}
+        messages = MessageList([self.chat.messages[index] for index in indices])
+        return replace(self, chat=self.chat.model_copy(update={"messages": messages}), names=names, droppable=())
 
     def _renamed_pointer(self, pointer: str) -> str:
         """Return a JSON pointer into the chat as one into the protocol's request."""
         for path, name in self.names.items():
-            begin = _pointer_of(path)
-            if pointer.startswith(f"{begin}/"):
-                return _pointer_of(name) + pointer.removeprefix(begin)
+            begin = f"{_pointer_of(path)}/"
+            if pointer.startswith(begin) or (path.startswith(".") and begin in pointer):
+                return pointer.replace(begin, f"{_pointer_of(name)}/", 1)
         return pointer
 
     async def num_prompt_tokens(self, service: CompletionService, caller: Caller) -> int:
@@ -106,4 +144,4 @@ def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
 
 def _pointer_of(path: str) -> str:
     """Return the path of a field as a JSON pointer."""
-    return "/" + _STEP.sub("/", path.replace("]", ""))
+    return "/" + _STEP.sub("/", path.replace("]", "")).lstrip("/")

@@ -27,7 +27,7 @@ _VALUES: tuple[Any, ...] = (
     [{"role": "user", "content": None}], [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}],
 )  # fmt: skip
 _INPUTS: tuple[Any, ...] = (
-    "the quick", [{"role": "user", "content": "the quick"}],
+    "the quick", [{"role": "user", "content": "the quick"}, {"role": "developer", "content": "be brief"}],
     [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "the quick"}]},
      {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
      {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
@@ -236,8 +236,8 @@ class FuzzCases:
     def _abandoned(self, rng: random.Random) -> Case:
         """Return a longer request whose client leaves before its end."""
         path, body = self._bodies(rng)
-        if "max_tokens" in body:
-            body["max_tokens"] = 60
+        for name in {"max_tokens", "max_output_tokens"} & body.keys():
+            body[name] = 60
         leaves_after_s = rng.choice((0.0, 0.002, 0.01, 0.05, 0.2))
         return HttpCase("abandoned", "POST", path, _JSON, json.dumps(body).encode(), leaves_after_s)
 
@@ -317,7 +317,8 @@ def _anthropic_turns(rng: random.Random) -> list[dict[str, Any]]:
         {"role": "assistant", "content": [thought, call]},
         {"role": "user", "content": [result, {"type": "text", "text": "go on"}]},
     ]
-    return turns[: rng.choice((1, 3))]
+    reminder = {"role": "system", "content": rng.choice(("be brief", [{"type": "text", "text": "be brief"}]))}
+    return turns[: rng.choice((1, 3))] + [reminder] * rng.randint(0, 1)
 
 
 def _mutate(rng: random.Random, body: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException, HTTPResponse
 from typing import Any, cast
@@ -23,6 +23,8 @@ import httpx
 
 from testkit.http.documented_answers import DocumentedAnswers, Given
 from testkit.http.fuzz_cases import Case, FuzzCases, HttpCase, RawCase
+from testkit.http.message_events import checked, read_messages
+from testkit.http.response_events import checked_response, read_responses
 
 CASE_LIMIT_S = 60.0
 """Longest time of a case, seconds; a longer one counts as a hang."""
@@ -170,7 +172,7 @@ def _problems(given: Given, documented: DocumentedAnswers, is_http: bool) -> lis
     if given.method == "HEAD" or (given.method == "OPTIONS" and given.status < 400):
         return []
     if is_http:
-        return documented.problems(given)
+        return documented.problems(given) + _disorder(given)
     if given.status < 400 or (given.status == 400 and given.body == _NOT_HTTP):
         return []
     try:
@@ -179,6 +181,25 @@ def _problems(given: Given, documented: DocumentedAnswers, is_http: bool) -> lis
     except (ValueError, KeyError, TypeError, AttributeError):
         has_shape = False
     return [] if has_shape else [f"{given.status} without an error object: {given.body[:300]!r}"]
+
+
+def _disorder(given: Given) -> list[str]:
+    """Return what a strict client of an agents' protocol could not expect of a whole stream."""
+    check = _STREAMS.get(given.path.rstrip("/"))
+    if check is None or given.status != 200 or not given.content_type.startswith("text/event-stream"):
+        return []
+    try:
+        check(given.body.decode())
+    except (AssertionError, KeyError, ValueError) as error:
+        return [f"{given.path}: events out of order: {error!r} in {given.body[:2000]!r}"]
+    return []
+
+
+_STREAMS: Mapping[str, Callable[[str], object]] = {
+    "/v1/messages": lambda text: checked(read_messages(text)),
+    "/v1/responses": lambda text: checked_response(read_responses(text)),
+}
+"""Checkers of streams by their path."""
 
 
 class _Received(io.BytesIO):

@@ -112,6 +112,7 @@ def read_responses(text: str) -> list[tuple[str, dict[str, Any]]]:
     events = []
     *parts, rest = text.split("\n\n")
     assert not rest
+    parts = [part for part in parts if not part.startswith(":")]  # Comments.
     is_done = parts[-1] == "data: [DONE]"
     for part in parts[: len(parts) - is_done]:
         name, data = part.split("\n")

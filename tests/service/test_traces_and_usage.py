@@ -116,3 +116,27 @@ async def test_a_job_is_traced_below_its_submission_shown_and_charged(
         while not (row := (await usage(http)).get("batch")):
             await asyncio.sleep(0.05)
     assert (row["num_requests"], row["output_tokens"]) == (1, 4)
+
+
+async def test_agents_requests_are_traced_and_charged_as_chats(http: httpx.AsyncClient, receiver: OtlpReceiver) -> None:
+    hello = [{"role": "user", "content": "hello"}]
+    message = {"model": MODEL, "messages": hello, "max_tokens": 3, "stream": True}
+    response = {"model": MODEL, "input": hello, "max_output_tokens": 5, "service_tier": "flex"}
+    answers = [
+        await http.post("/v1/messages", json=message, headers=SAMPLED),
+        await http.post("/v1/responses", json=response, headers=SAMPLED),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+    tokens = answers[1].json()["usage"]
+    await until(lambda: all(receiver.named(f"POST {path}") for path in ("/v1/messages", "/v1/responses")))
+    for path in ("/v1/messages", "/v1/responses"):
+        [root] = receiver.named(f"POST {path}")
+        assert (root.trace_id, root.parent_id) == (TRACE_ID, SPAN_ID)
+        [chat] = [span for span in receiver.below(root) if span.name == f"chat {MODEL}"]
+        [placement] = [span for span in receiver.below(chat) if span.name == "placement"]
+        assert {"prefill", "decode"} <= {span.name for span in receiver.below(placement)}
+    async with asyncio.timeout(LIMIT_S):
+        while (rows := await usage(http)).keys() < {"standard", "batch"}:
+            await asyncio.sleep(0.05)
+    assert (rows["standard"]["output_tokens"], rows["batch"]["output_tokens"]) == (3, 5)
+    assert rows["batch"]["input_tokens"] == tokens["input_tokens"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic_core import to_json
 
 from serve_app.cli.server.ports import LOOPBACK, Address, PortBlock
-from serve_app.errors import ErrorReply
+from serve_app.errors import MESSAGES_PATH, ErrorReply
 from serve_app.http.edge import (
     INGRESS_LOST,
     NO_APPLICATION,
@@ -32,6 +32,8 @@ _FAILED = ErrorReply(500, "the HTTP proxy failed", "server_error", "internal_err
 _NO_ANSWER = ErrorReply(504, "the ingress did not answer in time", "timeout_error", "ingress_timeout")
 _ERRORS = (_FAILED, INGRESS_LOST, NO_INGRESS, _NO_ANSWER)
 """Replies in place of HAProxy's own errors of these statuses."""
+_IS_OF_MESSAGES = "txn.is_of_messages"
+"""Variable of a request that is true on the paths of Anthropic's API."""
 
 
 def haproxy_environment(
@@ -106,17 +108,20 @@ def config_edits(folder: Path, address: Address, ports: PortBlock, max_connectio
 
     1. Only the clients' port listens at `address`. Serve writes its own host there, which is loopback; statistics and
        metrics it opens to all addresses.
-    2. Headers have a time limit. Serve's errors have OpenAI's shape, and HAProxy's once a request is complete; before
-       that it answers 400 and 408 in HTML and has no setting for it.
+    2. Headers have a time limit. Serve's errors have the shape of the path's API, and HAProxy's once a request is
+       complete; before that it answers 400 and 408 in HTML and has no setting for it.
     3. An address beyond its limit of connections gets a 429, and beyond twice the limit no connection. This machine's
        own addresses have no limit: behind them may be a proxy.
     """
     limits = EdgeLimits()
-    error_files = [f"    errorfile {reply.status} {_write_response(folder, reply)}" for reply in _ERRORS]
+    errors = [f"    http-error {_reply(folder, reply)}" for reply in _ERRORS]
     headers = too_many_headers(f"the request has more than {limits.max_headers} headers, the most that are accepted")
     connections = too_many_connections(max_connections_per_address)
-    in_defaults = [f"    timeout http-request {_HEADERS_LIMIT_S}s", *error_files]
+    in_defaults = [f"    timeout http-request {_HEADERS_LIMIT_S}s", *errors]
     in_frontend = [
+        f"    acl is_of_messages path {MESSAGES_PATH}",
+        f"    acl is_of_messages path_beg {MESSAGES_PATH}/",
+        f"    http-request set-var({_IS_OF_MESSAGES}) bool(true) if is_of_messages",
         "    stick-table type ipv6 size 100k expire 1m store conn_cur",
         "    acl is_own_address src 127.0.0.0/8 ::1",
         "    tcp-request connection track-sc0 src if !is_own_address",
@@ -141,18 +146,18 @@ def config_edits(folder: Path, address: Address, ports: PortBlock, max_connectio
 
 def _returning(folder: Path, reply: ErrorReply, condition: str = "") -> str:
     """Return the rule of HAProxy that answers with `reply`."""
+    return f"    http-request return {_reply(folder, reply)} {condition}".rstrip()
+
+
+def _reply(folder: Path, reply: ErrorReply) -> str:
+    """Return a reply as HAProxy's rules have it. Its body, a log format, has the form of the API that the path is of."""
     path = folder / f"error-{reply.code}.json"
-    path.write_bytes(to_json(reply.body))
+    of_messages, of_others = _quoted(reply.body_at(MESSAGES_PATH)), _quoted(reply.body)
+    path.write_text(f"%[var({_IS_OF_MESSAGES},0),iif({of_messages},{of_others})]")
     headers = " ".join(f'hdr {name} "{value}"' for name, value in reply.headers)
-    rule = f"    http-request return status {reply.status} content-type application/json file {path} {headers}"
-    return f"{rule.rstrip()} {condition}".rstrip()
+    return f"status {reply.status} content-type application/json lf-file {path} {headers}".rstrip()
 
 
-def _write_response(folder: Path, reply: ErrorReply) -> Path:
-    """Write the whole response of an error that HAProxy itself gives."""
-    body = to_json(reply.body)
-    fields = [("content-type", "application/json"), ("content-length", str(len(body))), *reply.headers]
-    head = "".join(f"{name}: {value}\r\n" for name, value in (*fields, ("connection", "close")))
-    path = folder / f"error-{reply.status}.http"
-    path.write_bytes(f"HTTP/1.1 {reply.status} Error\r\n{head}\r\n".encode() + body)
-    return path
+def _quoted(body: dict[str, object]) -> str:
+    """Return a body as an argument of HAProxy's converters, whose quotation has no escapes."""
+    return "'" + to_json(body).decode().replace("'", "\\u0027") + "'"

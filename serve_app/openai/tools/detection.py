@@ -53,8 +53,7 @@ def probed(family: ChatFamily, render: Render) -> ChatFamily:
     """Return the family with what a template writes of tools, earlier calls and their results, found by trying.
 
     1. Instructions are tried in each role at each place.
-    2. Tools that the template leaves out are described in the system message. A template that leaves out that text,
-       too, has no place for tools.
+    2. Tools that the template leaves out are described in the system message.
     3. Calls are tried with arguments as an object and as text, and with a missing and an empty content beside them. If
        none of these shows the call's argument, earlier calls become text of the conversation.
     4. Results that the template leaves out, and those of a template that knows neither tools nor calls, become text.
@@ -78,13 +77,10 @@ def _first_with_signs(text: str) -> ChatFamily | None:
 
 
 def _tool_list(family: ChatFamily, render: Render) -> ToolList:
-    """Return the first place of tools, of the family's own and the system message's text, that the template writes."""
-    for place in (family.tool_list, ToolList.SYSTEM_TEXT):
-        turns = prompt_messages(replace(family, tool_list=place), [_USER], [_TOOL])
-        text = _rendered(render, turns, [_TOOL] if place is ToolList.TEMPLATE else [])
-        if text is not None and _TOOL["function"]["name"] in text:
-            return place
-    return ToolList.NOWHERE
+    """Return the family's own place of tools if the template writes it, else the system message's text."""
+    is_listed = family.tool_list is ToolList.TEMPLATE
+    text = _rendered(render, prompt_messages(family, [_USER], [_TOOL]), [_TOOL] if is_listed else [])
+    return family.tool_list if text is not None and _TOOL["function"]["name"] in text else ToolList.SYSTEM_TEXT
 
 
 def _shows_call(family: ChatFamily, render: Render) -> bool:

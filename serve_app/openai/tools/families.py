@@ -67,8 +67,6 @@ class ToolList(Enum):
     """The system message has a field for them, which the template writes."""
     SYSTEM_TEXT = auto()
     """The template knows no tools: they are described in the system message's text."""
-    NOWHERE = auto()
-    """The template writes neither tools nor a system message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,17 @@ from enum import Enum, auto
 from itertools import product
 from typing import Any
 
-from replicas.errors import InvalidRequest
-
 Turn = dict[str, Any]
 Render = Callable[[list[Turn]], str]
 """Function that renders messages with the chat template; it may raise anything."""
 
 _ROLES = ("system", "developer")
-_EARLIER, _PROBE, _ANY_ROLE = "headway_earlier", "headway_probe", "headway_role"
+_JOINED = (("user", "user"), ("user", "tool"), ("assistant", "assistant"))
+"""Roles of a message that may have to end the one before it, with the role of that one."""
+_EARLIER, _PROBE, _ANY_ROLE, _ANSWER = "headway_earlier", "headway_probe", "headway_role", "headway_answer"
 _SYSTEM: Turn = {"role": "system", "content": _EARLIER}
 _USER: Turn = {"role": "user", "content": "hi"}
-_ASSISTANT: Turn = {"role": "assistant", "content": "hello"}
+_ASSISTANT: Turn = {"role": "assistant", "content": _ANSWER}
 
 
 class Place(Enum):
@@ -46,63 +46,74 @@ _BEFORE: Mapping[Place, tuple[Turn, ...]] = {
 class InstructionRules:
     """Roles and places of instructions that a chat template does not write; all others it writes."""
 
-    left_out: frozenset[tuple[str, Place]] = frozenset()
-    """Instructions whose text, or that of an earlier one beside them, is not in the prompt. A developer's also if the
-    template writes it as it would one of any role: the model knows no developers then."""
-    refused: frozenset[tuple[str, Place]] = frozenset()
-    """Instructions for which the template raises an error."""
+    unwritten: frozenset[tuple[str, Place]] = frozenset()
+    """Instructions that the template refuses, or whose text, or that of an earlier one beside them, is not in the
+    prompt behind the earlier turns. A developer's also if the template writes it as it would one of any role: the model
+    knows no developers then."""
+    joins_turns: bool = False
+    """True if the template does not write messages of one role in succession."""
 
     @classmethod
     def probed(cls, render: Render) -> InstructionRules:
         """Return the rules of a template, found by trying."""
-        left_out, refused = set(), set()
+        unwritten = set()
         for role, place in product(_ROLES, Place):
             text, of_any_role = _prompt(render, role, place), _prompt(render, _ANY_ROLE, place)
-            if text is None:
-                refused.add((role, place))
-                continue
             is_known = role == "system" or of_any_role is None or text != of_any_role.replace(_ANY_ROLE, role)
-            has_earlier = _EARLIER in text or _SYSTEM not in _BEFORE[place]
-            if not (is_known and has_earlier and _PROBE in text):
-                left_out.add((role, place))
-        return cls(frozenset(left_out), frozenset(refused))
+            if text is None or not (is_known and _has_in_order(text, place)):
+                unwritten.add((role, place))
+        text = _rendered(render, [_USER, {"role": "user", "content": _PROBE}])
+        return cls(frozenset(unwritten), joins_turns=text is None or _PROBE not in text)
 
     def apply(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Return the turns in the form in which the template writes every instruction.
+        """Return the turns in the form in which the template writes all of them, each behind those before it.
 
         1. A developer's message that the template does not write becomes a system message.
-        2. At the beginning, an instruction that the template does not write behind another is appended to that one.
-        3. One that the template refuses stays as it is, so that the template gives its reason.
-
-        Raises:
-            InvalidRequest: the template would leave an instruction out.
+        2. An instruction that the template does not write at its place ends the instruction, the message of the user or
+           the result before it. Behind the model's turn, or at the beginning, it becomes a message of the user.
+        3. A message behind another of its role, or of the user behind a result, ends that one where the template does
+           not write messages of one role in succession.
         """
         applied: list[Turn] = []
-        for index, turn in enumerate(turns):
-            if turn["role"] not in _ROLES:
-                applied.append(turn)
-                continue
-            place = _place_behind(applied)
-            role = turn["role"] if self._writes(turn["role"], place) else "system"
-            if place is Place.NEXT and not self._writes(role, place):
-                applied[-1] = applied[-1] | {"content": f"{applied[-1]['content']}\n\n{turn['content']}"}
-            elif (role, place) in self.left_out:
-                raise _left_out(index, turn["role"], place)
+        for turn in turns:
+            before = applied[-1]["role"] if applied else None
+            joins = self.joins_turns and (turn["role"], before) in _JOINED and "tool_calls" not in applied[-1]
+            if turn["role"] in _ROLES:
+                place = _place_behind(applied)
+                role = turn["role"] if self._writes(turn["role"], place) else "system"
+                is_written = self._writes(role, place)
+                joins = not is_written and before not in ("assistant", None)
+                turn = turn | {"role": role if is_written else "user"}
+            if joins:
+                texts = (applied[-1].get("content"), turn.get("content"))
+                applied[-1] = turn | applied[-1] | {"content": "\n\n".join(filter(None, texts))}
             else:
-                applied.append(turn | {"role": role})
+                applied.append(turn)
         return applied
 
     def _writes(self, role: str, place: Place) -> bool:
-        return (role, place) not in self.left_out | self.refused
+        return (role, place) not in self.unwritten
 
 
 def _prompt(render: Render, role: str, place: Place) -> str | None:
     """Return the prompt of a conversation with an instruction; None: the template refuses it."""
+    return _rendered(render, [*_BEFORE[place], {"role": role, "content": _PROBE}, _USER])
+
+
+def _rendered(render: Render, turns: list[Turn]) -> str | None:
+    """Return the prompt; None: the template refuses the turns."""
     try:
-        return render([*_BEFORE[place], {"role": role, "content": _PROBE}, _USER])
+        return render(turns)
     # A template is the model's own program; whatever it raises means that it refuses this form.
     except Exception:
         return None
+
+
+def _has_in_order(text: str, place: Place) -> bool:
+    """Return True if a prompt has an instruction at a place, and behind it no text of the turns before it."""
+    before = [turn["content"] for turn in _BEFORE[place] if turn is not _USER]
+    places = [text.find(content) for content in (*before, _PROBE)]
+    return -1 not in places and places == sorted(places)
 
 
 def _place_behind(turns: Sequence[Turn]) -> Place:
@@ -111,10 +122,3 @@ def _place_behind(turns: Sequence[Turn]) -> Place:
     if all(is_instruction):
         return Place.NEXT if turns else Place.FIRST
     return Place.AGAIN if any(is_instruction) else Place.LATER
-
-
-def _left_out(index: int, role: str, place: Place) -> InvalidRequest:
-    where = "" if place is Place.FIRST else " at this place"
-    param = f"messages[{index}].role"
-    message = f'`{param}` is "{role}"; the model\'s chat template leaves out messages of this role{where}'
-    return InvalidRequest(message, param, "unsupported_parameter")

@@ -25,20 +25,15 @@ def prompt_messages(
             they are written into the system message.
 
     Raises:
-        InvalidRequest: the arguments of a call are no JSON object, or the template would leave out an instruction or
-            the tools.
+        InvalidRequest: the arguments of a call are no JSON object.
     """
     names = _call_names(messages)
     turns = [_turn(family, place, dict(message), names) for place, message in enumerate(messages)]
-    turns = family.instructions.apply(turns)
     if not family.renders_results:
         turns = _with_results_as_text(turns)
-    if tools and family.tool_list is ToolList.NOWHERE:
-        message = "`tools` cannot be served: the model's chat template writes neither tools nor a system message"
-        raise InvalidRequest(message, "tools", "unsupported_parameter")
     if tools and family.tool_list is not ToolList.TEMPLATE:
         turns = _with_tools(family, turns, tools)
-    return turns
+    return family.instructions.apply(turns)
 
 
 def _call_names(messages: Sequence[JsonObject]) -> dict[str, str]:

@@ -31,6 +31,7 @@ from serve_app.protocols.responses.items import (
 from serve_app.protocols.responses.reply import ReplyOptions, ResponseFormat
 from serve_app.protocols.responses.schema import REFUSED, RESPONSES_IGNORED, FlatJsonSchemaFormat, ResponsesBody
 from serve_app.protocols.responses.toolset import Toolset, choice_of, function_name, toolset_of
+from serve_app.protocols.responses.truncation import droppable_units
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 """Values of `include` that have an effect."""
@@ -90,7 +91,8 @@ def adapted_response(fields: dict[str, object], default_model: str | None = None
         encrypt=encrypted if ENCRYPTED in body.include else None,
     )
     reply = ReplyKind("resp_", partial(ResponseFormat, options))
-    return AdaptedChat(chat_of(chat, names), reply, names, ignored_tools=tuple(toolset.ignored))
+    droppable = droppable_units(messages.turns) if body.truncation == "auto" else ()
+    return AdaptedChat(chat_of(chat, names), reply, names, ignored_tools=tuple(toolset.ignored), droppable=droppable)
 
 
 def encrypted(text: str) -> str:

@@ -195,7 +195,8 @@ class ResponsesBody(GenerationOptions):
     """Parts of the answer: `message.output_text.logprobs`, and `reasoning.encrypted_content`, which is the reasoning
     for clients that send nothing else of it back. Other values are about tools that the server does not run."""
     truncation: Literal["auto", "disabled"] = "disabled"
-    """No effect: an input that exceeds the context is refused."""
+    """With `auto`, the first messages of an input that exceeds the context are dropped, each of the user with what
+    follows it, and at last calls with their outputs. Instructions and the user's last message stay."""
     top_logprobs: int = Field(0, ge=0, le=MAX_INT64)
     """Most probable tokens at each position of the text, whose log probabilities are in the answer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -228,7 +229,7 @@ _TOOLS = level_of(FlatFunction, CustomTool, NamespaceTool, tools=level_of(FlatFu
 _ITEMS = level_of(*ITEMS, content=level_of(*PARTS), summary=level_of(*PARTS), output=level_of(*PARTS))
 RESPONSES_LEVEL = Level(
     CHAT_LEVEL.names.union(ResponsesBody.model_fields, RESPONSES_IGNORED, REFUSED),
-    {**RESPONSES_IGNORED, "truncation": ("auto",)},
+    RESPONSES_IGNORED,
     {
         "tools": _TOOLS,
         "input": _ITEMS,

@@ -135,12 +135,11 @@ def test_choices_of_tools(choice: Any, names: list[str], mode: str | None) -> No
 
 def test_what_has_no_effect_is_named_and_a_chat_can_be_pickled() -> None:
     result = converted(
-        client_metadata={"a": "b"}, truncation="auto", text={"verbosity": "low"}, store=True, background=False,
+        client_metadata={"a": "b"}, text={"verbosity": "low"}, store=True, background=False,
         include=["reasoning.encrypted_content"], reasoning={"effort": "max", "context": "auto"}, max_tool_calls=3,
     )  # fmt: skip
     assert set(result.ignored_fields) == {
         "client_metadata",
-        "truncation",
         "text.verbosity",
         "store",
         "reasoning.context",
@@ -186,6 +185,18 @@ def test_an_error_is_renamed_by_the_longest_begin_of_its_path() -> None:
     ):  # fmt: skip
         error = renamed(InvalidRequest(f"your {before} is bad", before), names)
         assert (error.param, error.message) == (behind, f"your {behind} is bad")
+
+
+def test_the_messages_to_drop_leave_no_output_without_its_call() -> None:
+    second = {**CALL, "call_id": "c2"}
+    rules = {"role": "developer", "content": "French."}
+    answer, ask = {"role": "assistant", "content": "ja"}, {"role": "user", "content": "do it"}
+    items = [rules, answer, USER, CALL, answer, rules, USER, OUTPUT, ask, second, {**OUTPUT, "call_id": "c2"}, answer]
+    units = converted(input=items, truncation="auto", instructions="Brief.").value.droppable
+    # The output of the first call comes late, behind another message of the user.
+    assert units == ((2,), (3, 4, 5, 8), (7,), (10, 11), (12,))
+    assert converted(input=items).value.droppable == ()
+    assert converted(truncation="auto").value.droppable == ()
 
 
 @pytest.fixture(scope="module")

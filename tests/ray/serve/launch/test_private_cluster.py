@@ -54,7 +54,9 @@ def test_no_port_of_the_default_profile_is_open_to_others(app):
 
 
 def check_edge(url: str) -> None:
-    """Headers beyond a limit and Serve's own routes are answered like everything else."""
+    """Headers beyond a limit, WebSockets and Serve's own routes are answered like everything else."""
+    upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    upgrade["sec-websocket-key"] = "dGhlIHNhbXBsZSBub25jZQ=="
     with httpx.Client(base_url=url, timeout=LIMIT_S, trust_env=False) as http:
         assert http.get("/health/live", headers={f"x-{number}": "1" for number in range(80)}).is_success
         for headers in ({f"x-{number}": "1" for number in range(150)}, {"x-large": "x" * 20_000}):
@@ -63,6 +65,12 @@ def check_edge(url: str) -> None:
         closed = http.get("/-/routes")
         assert (closed.status_code, closed.json()["error"]["code"]) == (404, "not_found")
         assert http.get("/-/healthz").is_success
+        for path in ("/v1/responses", "/v1/realtime?model=x", "/"):
+            no_websocket = http.get(path, headers=upgrade)
+            assert (no_websocket.status_code, no_websocket.json()["error"]["code"]) == (426, "no_websockets"), path
+        for headers, status in ((upgrade, 426), ({f"x-{number}": "1" for number in range(150)}, 431)):
+            of_messages = http.get("/v1/messages", headers=headers)
+            assert (of_messages.status_code, of_messages.json()["type"]) == (status, "error")
 
 
 def test_the_edge_of_the_default_profile_answers_in_one_shape(app):

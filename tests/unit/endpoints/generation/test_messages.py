@@ -19,6 +19,7 @@ from testkit.http.message_events import MessageStream, checked, read_messages
 from testkit.http.scripted_dispatcher import write_keys
 from testkit.limits import until
 from testkit.model.scripted_checkpoint import CHAT_TEMPLATE
+from tests.seeds import Seeds
 
 TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the sky"}}\n</tool_call>'
@@ -28,7 +29,6 @@ _PARTS = (
     '<tool_call>\n{"name": "nobody"',
     '<tool_call>{"name": "look", "arguments": {}}</tool_call>',
 )  # fmt: skip
-NUM_RUNS = 500
 
 Writes = Callable[[str], None]
 
@@ -279,12 +279,28 @@ def random_text(rng: random.Random) -> str:
     return "".join(parts)
 
 
-async def test_the_events_of_random_answers_keep_their_order(agent: Api, writes: Writes) -> None:
-    rng, ends = random.Random(4), []
-    for _ in range(NUM_RUNS):
+async def cancelled(api: Api, number: int, fields: dict[str, Any]) -> httpx.Response:
+    """Return the stream of a message that is cancelled in its middle."""
+    replica = api.replica
+    replica.gate, replica.gate_at, replica.num_deltas = asyncio.Event(), len(replica.script) // 2, 0
+    body = {"model": MODEL, "max_tokens": 900, "messages": [{"role": "user", "content": "hello"}], "stream": True}
+    streaming = asyncio.create_task(api.post("/v1/messages", body | fields, x_request_id=f"request-{number}"))
+    num_before = replica.gate_at // replica.tokens_per_delta
+    await until(lambda: replica.num_deltas >= num_before or streaming.done())
+    await api.post(f"/v1/requests/request-{number}/cancel", {})
+    replica.gate.set()
+    replica.gate = None
+    return await streaming
+
+
+@pytest.mark.random_worlds(750, per_call=250)
+async def test_the_events_of_random_answers_keep_their_order(agent: Api, writes: Writes, seeds: Seeds) -> None:
+    ends = []
+    for seed in seeds:
+        rng = random.Random(seed)
         replica, text = agent.replica, random_text(rng)
         writes(text or "x")
-        replica.tokens_per_delta = rng.choice((1, 1, 2, 7))
+        replica.tokens_per_delta = rng.choice((1, 2, 7))
         replica.stop_reason = rng.choice((None, None, "stop!"))
         replica.fail_at = rng.randrange(len(replica.script)) if rng.random() < 0.15 else None
         replica.cached_tokens = rng.randint(0, 5)
@@ -293,13 +309,18 @@ async def test_the_events_of_random_answers_keep_their_order(agent: Api, writes:
             fields["thinking"] = THINKING
         if rng.random() < 0.2:
             fields["max_tokens"] = rng.randint(1, len(replica.script) + 1)
-        streamed = await send(agent, stream=True, **fields)
+        if replica.stop_reason is not None:
+            fields["stop_sequences"] = [replica.stop_reason]
+        is_cancelled = replica.fail_at is None and rng.random() < 0.1
+        streamed = await (cancelled(agent, seed, fields) if is_cancelled else send(agent, stream=True, **fields))
         if streamed.status_code != 200:
-            assert (streamed.status_code, streamed.json()["type"], replica.fail_at is not None) == (500, "error", True)
+            expected = (499, "error") if is_cancelled else (500, "error")
+            assert (streamed.status_code, streamed.json()["type"]) == expected, streamed.text
+            assert is_cancelled or replica.fail_at is not None
             continue
         stream = checked(read_messages(streamed.text))
-        ends.append(stream.message.get("stop_reason") if stream.state == "stopped" else stream.state)
-        if stream.state == "failed":
+        ends.append(stream.message.get("stop_reason") if stream.state == "stopped" else f"failed {is_cancelled}")
+        if stream.state == "failed" or seed % 3:
             continue
         assert stream.state == "stopped"
         whole = (await send(agent, **fields)).json()
@@ -310,4 +331,5 @@ async def test_the_events_of_random_answers_keep_their_order(agent: Api, writes:
         for block, other in zip(whole["content"], stream.message["content"], strict=True):
             for name in ("text", "thinking", "name"):
                 assert block.get(name) == other.get(name)
-    assert {"end_turn", "stop_sequence", "tool_use", "max_tokens", "failed"} <= set(ends)
+    all_ends = {"end_turn", "stop_sequence", "tool_use", "max_tokens", "failed False", "failed True"}
+    assert not seeds.are_many or all_ends <= set(ends), set(ends)

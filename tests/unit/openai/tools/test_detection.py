@@ -2,7 +2,6 @@
 
 import pytest
 
-from replicas.errors import InvalidRequest
 from serve_app.openai.tools.detection import detect, probed
 from serve_app.openai.tools.families import FAMILIES, ToolList, family_named
 from serve_app.openai.tools.messages import prompt_messages
@@ -64,19 +63,14 @@ def test_only_special_tokens_of_calls_and_reasoning_are_visible() -> None:
         ("hermes", f"{{{{ toolbox }}}}{PLAIN}", ToolList.SYSTEM_TEXT),
         ("phi4_mini", f"{PLAIN}{{{{ messages[0]['tools'] }}}}", ToolList.SYSTEM_FIELD),
         ("phi4_mini", PLAIN, ToolList.SYSTEM_TEXT),
-        ("generic", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", ToolList.NOWHERE),
+        ("generic", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", ToolList.SYSTEM_TEXT),
         ("generic", f"{{% if messages[0].role == 'system' %}}{{{{ raise_exception('no') }}}}{{% endif %}}{PLAIN}",
-         ToolList.NOWHERE),
+         ToolList.SYSTEM_TEXT),
     ],
 )  # fmt: skip
 def test_the_place_of_tools_is_found_by_trying(name: str, template: str, place: ToolList) -> None:
     family = probed(family_named(name), renderer(template))
     assert family.tool_list is place
-    if place is ToolList.NOWHERE:
-        with pytest.raises(InvalidRequest, match="neither tools nor a system message") as caught:
-            prompt_messages(family, [USER], TOOL_OBJECTS)
-        assert caught.value.param == "tools"
-        return
     listed = TOOL_OBJECTS if place is ToolList.TEMPLATE else []
     prompt = renderer(template)(prompt_messages(family, [USER], TOOL_OBJECTS), listed)
     assert "get_weather" in prompt and "hi" in prompt

@@ -1,11 +1,10 @@
-"""Messages of the system and of developers: their text reaches the prompt, or the request is refused."""
+"""Messages of the system and of developers: their text reaches the prompt, behind what stands before it."""
 
 from itertools import product
 from typing import Any
 
 import pytest
 
-from replicas.errors import InvalidRequest
 from serve_app.openai.tools.instructions import InstructionRules
 from tests.unit.openai.tools.rendering import renderer
 
@@ -75,7 +74,7 @@ DEVELOPER, SYSTEM, USER, ASSISTANT = ("developer", "French."), ("system", "Brief
         (FIRST_ONLY, [SYSTEM, DEVELOPER, USER], "<developer>Brief.\n\nFrench.<user>hi"),
         (FIRST_ONLY, [DEVELOPER, SYSTEM, DEVELOPER, USER], "<developer>French.\n\nBrief.\n\nFrench.<user>hi"),
         (LAST_SYSTEM, [SYSTEM, DEVELOPER, USER], "<system>Brief.\n\nFrench.<user>hi"),
-        (LAST_SYSTEM, [USER, ASSISTANT, DEVELOPER, USER], "<system>French.<user>hi<assistant>ja<user>hi"),
+        (LAST_SYSTEM, [USER, ASSISTANT, DEVELOPER, USER], "<system><user>hi<assistant>ja<user>French.<user>hi"),
     ],
 )
 def test_instructions_reach_the_prompt(template: str, turns: list[tuple[str, str]], prompt: str) -> None:
@@ -83,47 +82,43 @@ def test_instructions_reach_the_prompt(template: str, turns: list[tuple[str, str
 
 
 @pytest.mark.parametrize(
-    ("template", "turns", "index", "role"),
+    ("template", "turns", "prompt"),
     [
-        (NO_INSTRUCTIONS, [SYSTEM, USER], 0, "system"),
-        (NO_INSTRUCTIONS, [DEVELOPER, USER], 0, "developer"),
-        (FIRST_ONLY, [SYSTEM, USER, ASSISTANT, DEVELOPER, USER], 3, "developer"),
-        (FIRST_ONLY, [SYSTEM, SYSTEM, USER, ASSISTANT, SYSTEM, USER], 4, "system"),
-        (FIRST_ONLY, [USER, SYSTEM], 1, "system"),
-        (LAST_SYSTEM, [SYSTEM, USER, ASSISTANT, SYSTEM, USER], 3, "system"),
+        (NO_INSTRUCTIONS, [SYSTEM, USER], "<user>Brief.<user>hi"),
+        (NO_INSTRUCTIONS, [USER, ASSISTANT, DEVELOPER, USER], "<user>hi<assistant>ja<user>French.<user>hi"),
+        (FIRST_ONLY, [SYSTEM, USER, DEVELOPER], "<developer>Brief.<user>hi\n\nFrench."),
+        (FIRST_ONLY, [SYSTEM, USER, DEVELOPER, SYSTEM, ASSISTANT], "<developer>Brief.<user>hi\n\nFrench.\n\nBrief.<assistant>ja"),
+        (FIRST_ONLY, [SYSTEM, USER, ASSISTANT, DEVELOPER, USER], "<developer>Brief.<user>hi<assistant>ja<user>French.<user>hi"),
+        (LAST_SYSTEM, [SYSTEM, USER, SYSTEM, ASSISTANT, USER], "<system>Brief.<user>hi\n\nBrief.<assistant>ja<user>hi"),
+        (LAST_SYSTEM, [USER, SYSTEM], "<system><user>hi\n\nBrief."),
+        (REFUSES_SYSTEM, [SYSTEM, DEVELOPER, USER], "<user>Brief.\n\nFrench.\n\nhi"),
+        (REFUSES_SYSTEM, [USER, SYSTEM, USER, ASSISTANT], "<user>hi\n\nBrief.\n\nhi<assistant>ja"),
+        (REFUSES_SYSTEM, [USER, ASSISTANT, SYSTEM, USER], "<user>hi<assistant>ja<user>Brief.\n\nhi"),
+        (REFUSES_SYSTEM, [USER, ASSISTANT, ASSISTANT, USER, USER], "<user>hi<assistant>ja\n\nja<user>hi\n\nhi"),
     ],
 )
-def test_an_instruction_that_would_be_left_out_is_refused_by_its_place(
-    template: str, turns: list[tuple[str, str]], index: int, role: str
+def test_an_instruction_that_is_not_written_at_its_place_is_text_of_the_user(
+    template: str, turns: list[tuple[str, str]], prompt: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match="leaves out messages of this role") as caught:
-        prompt_of(template, *turns)
-    assert (caught.value.param, caught.value.code) == (f"messages[{index}].role", "unsupported_parameter")
-    assert f'`messages[{index}].role` is "{role}"' in caught.value.message
+    assert prompt_of(template, *turns) == prompt
 
 
-def test_a_template_that_refuses_an_instruction_gives_its_reason() -> None:
-    for turns in ([SYSTEM, USER], [DEVELOPER, SYSTEM, USER]):
-        with pytest.raises(Exception, match="no system"):
-            prompt_of(REFUSES_SYSTEM, *turns)
-    with pytest.raises(Exception, match="no turn"):
-        prompt_of(REFUSES_SYSTEM, USER, ASSISTANT, SYSTEM, USER)
+def test_a_result_takes_the_instruction_behind_it() -> None:
+    rules = InstructionRules.probed(renderer(FIRST_ONLY))
+    call = {"role": "assistant", "content": "", "tool_calls": [{}]}
+    turns = [*conversation(USER), call, {"role": "tool", "tool_call_id": "a", "content": "12"}, *conversation(SYSTEM)]
+    assert rules.apply(turns)[1:] == [call, {"role": "tool", "tool_call_id": "a", "content": "12\n\nBrief."}]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_no_instruction_of_any_conversation_is_lost(template: str) -> None:
-    render, num_rendered = renderer(template), 0
+def test_every_turn_of_any_conversation_is_written_and_later_ones_change_no_earlier_text(template: str) -> None:
+    render = renderer(template)
     rules = InstructionRules.probed(render)
     for roles in product(("system", "developer", "user", "assistant"), repeat=4):
         turns = conversation(*[(role, f"text-{index}") for index, role in enumerate(roles)], ("user", "text-4"))
-        try:
-            applied = rules.apply(turns)
-        except InvalidRequest:
+        if template is REFUSES_SYSTEM and roles[0] == "assistant":
             continue
-        try:
-            prompt = render(applied)
-        except Exception:
-            continue
-        num_rendered += 1
+        prompt = render(rules.apply(turns))
         assert all(f"text-{index}" in prompt for index in range(5)), (roles, prompt)
-    assert num_rendered > 0
+        earlier = render(rules.apply(turns[:2]))
+        assert roles[1] != "user" or template is REFUSES_SYSTEM or prompt.startswith(earlier), (roles, prompt, earlier)

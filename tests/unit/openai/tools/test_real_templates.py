@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -108,7 +108,15 @@ OWN_FORM = {
 }
 """Templates with a form of calls that no family has."""
 REFUSED = {"fireworks-ai-llama-3-firefunction-v2", "google-gemma-2-2b-it", "llama-cpp-deepseek-r1"}
-"""Templates that want tools under another name, refuse a system message, or that transformers cannot render."""
+"""Templates that want tools under another name, have neither tools nor a system message, or mark their calls otherwise."""
+NO_PROMPT = {"fireworks-ai-llama-3-firefunction-v2", "CohereForAI-c4ai-command-r-plus-tool_use"}
+"""Templates that cannot be rendered with these tools."""
+OTHER_BEGIN = {
+    name for name in FAMILIES if FAMILIES[name].startswith("mistral") and name != "mistralai-Ministral-3-14B-Reasoning-2512"
+}
+"""Templates that write the tools before the user's last turn."""
+SYSTEM_AT_THE_END = {"mistralai-Mistral-Nemo-Instruct-2407"}
+"""Template that writes the first system message into the user's last turn, and nowhere if that is not the last one."""
 FUNCTIONS: list[JsonObject] = [each["function"] for each in TOOL_OBJECTS]
 TOOLS = [Tool(each["name"], each["parameters"]) for each in FUNCTIONS]
 ARGUMENTS: list[JsonObject] = [{"city": 'Zürich "x" <b>\n東京', "days": 3}, {"xs": [1, 2.5], "note": {"k": "a\nb {"}}]
@@ -174,6 +182,38 @@ def test_instructions_and_tools_reach_the_prompt(templates: dict[str, str], name
     assert "In French." in conversation.prompt(turns)
     prompt = conversation.prompt([{"role": "system", "content": "Be brief."}, *turns])
     assert "Be brief." in prompt and "In French." in prompt and "get_weather" in prompt
+
+
+def test_a_system_message_may_stand_anywhere_and_changes_no_earlier_text(templates: dict[str, str]) -> None:
+    for name in sorted({*FAMILIES, *OWN_FORM, *REFUSED} - NO_PROMPT):
+        conversation = Conversation(templates[name], TOKENS.get(name, []))
+        for turns, num_sent in agent_conversations():
+            sent, prompt = (conversation.prompt(turns[:number]) for number in (num_sent, len(turns)))
+            texts = [turn["content"] for turn in turns if turn["content"]][name in SYSTEM_AT_THE_END :]
+            places = [prompt.rfind(text) for text in texts]
+            assert -1 not in places and places == sorted(places), (name, prompt)
+            # Templates write an answer with its reasoning as long as it is the last one.
+            end = sent.rindex("the_reminder" if num_sent == 3 else "the_question")
+            assert name in OTHER_BEGIN or prompt.startswith(sent[:end]), (name, sent, prompt)
+
+
+def agent_conversations() -> Iterator[tuple[list[JsonObject], int]]:
+    """Yield conversations with a reminder of the system, and how many of their messages were sent before."""
+    call = {"id": "abcdef123", "type": "function"}
+    call |= {"function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    calling: JsonObject = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "abcdef123", "content": "the_result"}
+    answer = {"role": "assistant", "content": "the_answer"}
+    user, again = ({"role": "user", "content": text} for text in ("the_question", "the_next"))
+    for role in ("system", "developer"):
+        head = [{"role": "system", "content": "the_rules"}, user]
+        reminder = {"role": role, "content": "the_reminder"}
+        yield [*head, reminder, calling, result], 3
+        yield [*head, reminder, {**reminder, "content": "the_second"}, answer, again], 3
+        yield [*head, reminder, again], 3
+        yield [*head, answer, reminder, again], 4
+        yield [*head, calling, result, reminder, answer, again], 5
+        yield [*head, calling, result, again, answer, reminder, user | {"content": "the_last"}], 5
 
 
 def num_shared(first: str, second: str) -> int:
