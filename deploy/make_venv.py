@@ -21,7 +21,8 @@ _REACH_LIMIT_S = 10
 """Longest wait for PyTorch's index, seconds. It cannot be reached from everywhere, and is not asked twice."""
 _LINE_PERIOD_S = 15.0
 """Time between two lines of progress where the output is no terminal, seconds."""
-_NOT_OFFERED = "No matching distribution found"
+_NOT_OFFERED = ("No matching distribution found", "ResolutionImpossible")
+"""Messages of pip where the index has no such build, the second one if a constraint of the user names torch, too."""
 
 
 class Failed(Exception):
@@ -74,7 +75,7 @@ def install_torch(python: Path, constraints: Path, has_gpu: bool) -> None:
             # The label is that of CPU builds alone. The packages that torch needs come with the others.
             run("torch", [*_pip(python), "--index-url", CPU_INDEX, *once, f"torch=={version}+cpu"])
         except Failed as failure:
-            if _NOT_OFFERED not in str(failure):
+            if not any(message in str(failure) for message in _NOT_OFFERED):
                 raise
             print(
                 f"  torch: {CPU_INDEX} cannot be reached. pip takes what its own index has, on x86 the CUDA build "
@@ -124,11 +125,10 @@ def _lines(log: str) -> list[str]:
 
 def _state(lines: list[str]) -> str:
     """Return what pip does, by its last line: a package that it fetches or builds, or the installation."""
-    last = lines[-1].strip() if lines else "begins"
-    if last.startswith("Installing collected packages"):
-        return f"installing {last.count(',') + 1} packages"
-    if last.startswith("Successfully "):
-        return "ending"
+    last = lines[-1].strip() if lines else "no output yet"
+    for line in lines:  # lines about packages that are replaced follow it
+        if line.startswith("Installing collected packages"):
+            return f"installing {line.count(',') + 1} packages"
     num_packages = sum(line.startswith("Collecting ") for line in lines)
     return f"package {num_packages}: {last}" if num_packages else last
 

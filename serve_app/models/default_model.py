@@ -49,7 +49,8 @@ def default_model(cache: Path = MODELS_DIRECTORY) -> Path:
             _fetch_once(directory)
         _recommend_sampling(directory)
     except OSError as error:
-        raise DefaultModelUnavailable(str(error)) from error
+        remedy = f"models are kept in {cache}: set HOME to a folder that can be written, or name a model's directory"
+        raise DefaultModelUnavailable(f"{error}; {remedy}") from error
     return directory
 
 

@@ -18,9 +18,14 @@ MODELS_DIRECTORY = Path("~/.cache/headway/models")
 _CONVERT_LIMIT_S = 1800.0
 CHECKPOINT_FORM = "4 or 8 bits, IQ4 in 4"
 """Form of converted checkpoints. Those of earlier forms are not used."""
-_PACKING = "Packing tensors"
-"""Title of the bar of a conversion's second part; its first part is transformers' own."""
-_BAR = re.compile(r"([A-Z][^:\r\n]*):[^\r\n]*? (\d+)/(\d+) \[[\d:]+<([\d:]+)")
+_STEPS = {
+    "Converting and de-quantizing GGUF tensors...": "{} of {} tensors read, {} s left",
+    "Loading weights": "{} of {} tensors read, {} s left",
+    "Packing tensors": "{} of {} tensors packed, {} s left",
+    "Writing model shards": "writing",
+}
+"""Map from the title of a bar of the conversion to what is shown. All but "Packing tensors" are transformers' own."""
+_BAR = re.compile(rf"({'|'.join(map(re.escape, _STEPS))}):[^\r\n]*? (\d+)/(\d+) \[[\d:]+<([\d:]+)")
 _log = logging.getLogger(__name__)
 
 
@@ -53,13 +58,13 @@ def convert_once(file: Path, directory: Path, *, keeps_bits: bool = True) -> Pat
 
 
 def conversion_step(errors: str) -> str:
-    """Return the tensors done and the time left, of the last bar that tqdm has drawn in `errors`; empty: of none."""
+    """Return the step, as the last bar that tqdm has drawn in `errors` shows it; empty: there is no bar."""
     bars = list(_BAR.finditer(errors))
     if not bars:
         return ""
     work, done, total, left = bars[-1].groups()
     left_s = sum(int(part) * 60**power for power, part in enumerate(reversed(left.split(":"))))
-    return f", {done} of {total} tensors {'packed' if work == _PACKING else 'read'}, {left_s} s left"
+    return f", {_STEPS[work].format(done, total, left_s)}"
 
 
 def _convert(file: Path, directory: Path, options: list[str], watch: Callable[[str], None]) -> None:

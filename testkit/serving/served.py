@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOG = "log"
 """File, in the program's home, of its errors; its output is in the file `OUTPUT`."""
 OUTPUT = "output"
-_DASHBOARD = re.compile(r"^  dashboard  (\S+), .*\n  ray        \. (\S+), ", re.MULTILINE)
+_DASHBOARD = re.compile(r"^  dashboard  \S+; Ray's is (\S+), .*\n  ray        \. (\S+), ", re.MULTILINE)
 
 T = TypeVar("T")
 

@@ -83,7 +83,8 @@ class Report:
         shared = left_data_dir(self.config)
         if shared is not None:
             yield f"  data       {self.config.data_dir}, since another server has used {shared}"
-        yield f"  dashboard  {self.cluster.dashboard_url}, which asks for the token in {self.cluster.token_path}"
+        ray = f"Ray's is {self.cluster.dashboard_url}, which asks for the token in {self.cluster.token_path}"
+        yield f"  dashboard  {self.url}/dashboard; {ray}"
         yield f"  ray        . {self.cluster.environment_path}, then `ray status`, `serve status`"
         yield f"  log        {self.log_path}"
         yield f"Try: {self.url} in a browser, or headway chat --url {self.url}"

