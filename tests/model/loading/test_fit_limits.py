@@ -59,7 +59,7 @@ def test_chosen_limits_stay() -> None:
     with pytest.raises(ModelLoadError, match="40000 bytes leave too little for the KV cache"):
         fit_limits(chosen, BLOCK, room_of(40_000, []))
     some = replace(GPU, lowered=frozenset({"max_num_seqs"}))
-    limits, _ = fit_limits(some, BLOCK, room_of(50_000, []))
+    limits, _, _ = fit_limits(some, BLOCK, room_of(50_000, []))
     assert limits.max_num_batched_tokens == 2048 and limits.max_num_seqs < 256
 
 
