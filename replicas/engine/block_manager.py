@@ -14,7 +14,6 @@ from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Sequence
 from replicas.shared_rules.block_hash import extend_hashes
 
-
 _MAX_CHECKED_BLOCKS = 16_384
 """Most blocks that one check of the invariants visits."""
 

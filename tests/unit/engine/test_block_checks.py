@@ -34,6 +34,11 @@ class Counting(list[int]):
         return super().__getitem__(index)
 
 
+def check_often(blocks: BlockManager, sequence: Sequence, num_calls: int) -> None:
+    for _ in range(num_calls):
+        blocks.check_invariants([sequence])
+
+
 def test_a_check_of_a_large_cache_visits_some_blocks_and_in_turn_all() -> None:
     blocks = manager_of(NUM_BLOCKS)
     sequence = running_sequence(blocks)
@@ -46,8 +51,7 @@ def test_a_check_of_a_large_cache_visits_some_blocks_and_in_turn_all() -> None:
     for broken in (1, 2, 20_000, NUM_BLOCKS):
         counting[broken] += 1
         with pytest.raises(AssertionError):
-            for _ in range(num_calls + 1):
-                blocks.check_invariants([sequence])
+            check_often(blocks, sequence, num_calls + 1)
         counting[broken] -= 1
         blocks._next_checked = 1
     blocks.free(sequence)
