@@ -23,9 +23,10 @@ from pathlib import Path
 import torch
 
 from bench.gpu.child import SPOILT
-from bench.gpu.items import Group, Item, Line, OutcomeFile, Target, compared, group_list
+from bench.gpu.items import Group, Item, Line, OutcomeFile, Target, compared, group_list, read_predictions
 from bench.record import RESULTS, write
 
+PREDICTIONS = RESULTS / "predictions.json"
 GROUPS = "bench.gpu.groups:groups"
 _START_LIMIT_S = 90.0
 """Most seconds that a process may take until its first item begins: it imports torch and makes a context."""
@@ -159,7 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
             GroupProcess(group, target, options.groups, outcomes).run(budget)
             _write(output, options.device, outcomes)
     if options.compare is not None:
-        print("\n".join(compared(outcomes.lines(), OutcomeFile(options.compare).lines())))
+        former, predictions = OutcomeFile(options.compare).lines(), read_predictions(PREDICTIONS)
+        print("\n".join(compared(outcomes.lines(), former, predictions)))
     counts = Counter(line.passed for line in outcomes.lines() if not line.is_blocking)
     print(f"{counts[True]} passed, {counts[False]} failed, {counts[None]} others; written to {output}")
     return 1 if counts[False] else 0
@@ -179,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the smallest form of every item")
     parser.add_argument("--budget-s", type=float, default=560.0, help="most seconds of the whole run")
-    parser.add_argument("--compare", type=Path, help="FILE.jsonl of a former run, whose figures are shown beside these")
+    parser.add_argument("--compare", type=Path, help="FILE.jsonl of a former run to show, with predictions")
     parser.add_argument("--groups", default=GROUPS, help="module:function that returns the groups")
     return parser
 

@@ -110,24 +110,59 @@ class OutcomeFile:
         return [Line(**json.loads(text)) for text in self.path.read_text().splitlines(True) if text.endswith("\n")]
 
 
-def compared(now: Sequence[Line], then: Sequence[Line]) -> Iterator[str]:
-    """Yield a line for each number among the figures of both runs: now, then, and the ratio."""
-    former = dict(numbers for line in then for numbers in _numbers(f"{line.group}/{line.item}", line.figures))
-    for line in now:
-        for name, value in _numbers(f"{line.group}/{line.item}", line.figures):
-            if name in former:
-                ratio = f"{value / former[name]:.2f}" if former[name] else "-"
-                yield f"{name}: {value:g}, then {former[name]:g} ({ratio})"
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Figure of the check that was computed before anybody measured it."""
+
+    figure: str
+    value: float
+    bar: float
+    """Most that it may be."""
+    formula: str
+
+
+def read_predictions(path: Path) -> list[Prediction]:
+    """Return the predictions of a file."""
+    return [Prediction(**entry) for entry in json.loads(path.read_text())["predictions"]]
+
+
+def compared(now: Sequence[Line], then: Sequence[Line], predictions: Sequence[Prediction] = ()) -> Iterator[str]:
+    """Yield a line for each figure of this run that a former run or a prediction has, with them and the ratios."""
+    former, by_figure = figures_of(then), {prediction.figure: prediction for prediction in predictions}
+    for name, value in figures_of(now).items():
+        parts = [f"then {former[name]:g} ({_ratio(value, former[name])})"] if name in former else []
+        if name in by_figure:
+            predicted = by_figure[name]
+            parts.append(f"predicted {predicted.value:g} ({_ratio(value, predicted.value)}), bar {predicted.bar:g}")
+        if parts:
+            yield f"{name}: {value:g}, {', '.join(parts)}"
+
+
+def figures_of(lines: Sequence[Line]) -> dict[str, float]:
+    """Return all numbers among the figures of a run by their names."""
+    return dict(numbers for line in lines for numbers in _numbers(f"{line.group}/{line.item}", line.figures))
+
+
+def _ratio(value: float, other: float) -> str:
+    return f"{value / other:.2f}" if other else "-"
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers within a figure with their places; an item of a list is named by its texts, else its index."""
+    """Yield the numbers within a figure with their places.
+
+    An item of a list is named by its texts; by its index where it has none, and by both where others have the same.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _numbers(f"{name} {key}", inner)
     elif isinstance(value, list):
-        for index, item in enumerate(value):
-            texts = [text for text in item.values() if isinstance(text, str)] if isinstance(item, dict) else []
-            yield from _numbers(f"{name} {' '.join(texts) or index}", item)
+        labels = [_label(item) for item in value]
+        for index, (item, label) in enumerate(zip(value, labels, strict=True)):
+            is_unique = label and labels.count(label) == 1
+            yield from _numbers(f"{name} {label if is_unique else f'{label} {index}'.strip()}", item)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield name, float(value)
+
+
+def _label(item: Any) -> str:
+    return " ".join(text for text in item.values() if isinstance(text, str)) if isinstance(item, dict) else ""

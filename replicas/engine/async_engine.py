@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 _STOP_LIMIT_S = 30.0
 _CHECK_PERIOD_S = 60.0
-"""Least time between two checks of an idle engine's invariants, seconds. A check visits every block of the KV cache and
-takes milliseconds, in which no other thread of the process runs Python code."""
+"""Least time between two checks of an idle engine's invariants, seconds. A check takes milliseconds, in which no other
+thread of the process runs Python code."""
 
 
 class AsyncEngine:

@@ -15,6 +15,9 @@ from replicas.engine.sequence import Sequence
 from replicas.engine.state_slots import StateSlots
 from replicas.shared_rules.block_hash import extend_hashes
 
+_MAX_CHECKED_BLOCKS = 16_384
+"""Most blocks that one check of the invariants visits."""
+
 
 class OutOfBlocks(Exception):
     """Failure of an allocation that needs more blocks than are free; no block was taken."""
@@ -39,6 +42,7 @@ class BlockManager:
         self._num_holders = [0] * (config.num_blocks + 1)
         self._hash_of: list[bytes | None] = [None] * (config.num_blocks + 1)
         self._cached: dict[bytes, int] = {}
+        self._next_checked = 1
         # In order of reuse: blocks without contents, then cached ones, least recently freed first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, config.num_blocks + 1))
 
@@ -149,20 +153,29 @@ class BlockManager:
         sequence.num_computed_tokens = sequence.num_in_flight_tokens = 0
 
     def check_invariants(self, sequences: list[Sequence]) -> None:
-        """Assert the class's invariants; `sequences` are all sequences that hold blocks."""
-        holders = [0] * len(self._num_holders)
+        """Assert the class's invariants; `sequences` are all sequences that hold blocks.
+
+        Of more than 16,384 blocks each call checks the next so many: an idle engine pauses for milliseconds.
+        """
+        num_blocks = self._config.num_blocks
+        holders: Counter[int] = Counter()
         for sequence in sequences:
             assert len(set(sequence.block_table)) == len(sequence.block_table)
-            for block in sequence.block_table:
-                holders[block] += 1
+            holders.update(sequence.block_table)
             num_full = sequence.num_computed_tokens // self._config.block_size
             for block in sequence.block_table[num_full:]:
                 assert self._num_holders[block] == 1 and self._hash_of[block] is None, "a writable block is shared"
-        assert holders == self._num_holders
-        assert set(self._free) == {block for block in range(1, len(holders)) if holders[block] == 0}
-        assert {block: block_hash for block_hash, block in self._cached.items()} == {
-            block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None
-        }
+        assert len(self._free) == num_blocks - len(holders)
+        first = self._next_checked if num_blocks > _MAX_CHECKED_BLOCKS else 1
+        checked = range(first, min(num_blocks + 1, first + _MAX_CHECKED_BLOCKS))
+        self._next_checked = checked.stop if checked.stop <= num_blocks else 1
+        for block in checked:
+            assert self._num_holders[block] == holders[block]
+            assert (block in self._free) == (holders[block] == 0)
+            block_hash = self._hash_of[block]
+            assert block_hash is None or self._cached[block_hash] == block
+        if len(checked) == num_blocks:
+            assert len(self._cached) == num_blocks + 1 - self._hash_of.count(None)
         self.states.check_invariants(sequences)
 
     def _extend_hashes(self, sequence: Sequence) -> None:

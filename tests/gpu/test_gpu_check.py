@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,20 @@ from transformers import LlamaConfig
 from bench import gpu_check
 from bench.engine.models import random_model
 from bench.gpu import device_time, host_gap, mixed_trace
+from bench.gpu import groups as gpu_groups
 from bench.gpu.groups import groups
-from bench.gpu.items import Group, Item, Line, Outcome, OutcomeFile, Target, compared
+from bench.gpu.items import (
+    Group,
+    Item,
+    Line,
+    Outcome,
+    OutcomeFile,
+    Prediction,
+    Target,
+    compared,
+    figures_of,
+    read_predictions,
+)
 from bench.gpu.model_checks import (
     AHEAD_ARCHITECTURES,
     ARCHITECTURES,
@@ -61,6 +74,54 @@ def test_figures_are_shown_beside_those_of_a_former_run() -> None:
         "times/steps blocks 1: 4, then 4 (1.00)",
     ]
     assert list(compared(run(3.0), [])) == []
+    predicted = [Prediction("times/steps steps decode 1 ms", 2.5, 4.0, "bytes / bandwidth")]
+    assert list(compared(run(3.0), [], predicted)) == [
+        "times/steps steps decode 1 ms: 3, predicted 2.5 (1.20), bar 4",
+    ]
+
+
+@dataclass(frozen=True)
+class AnyModel:
+    """Stand-in for a model that no stand-in of a measurement looks at."""
+
+    is_batch_invariant: bool = False
+
+
+def test_every_prediction_names_a_figure_that_the_check_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurements of a GPU, with stand-ins for what is timed."""
+    kernel_times = pytest.importorskip("bench.gpu.kernel_times")
+
+    def decode(runner: object, size: int, context: int, params: object) -> device_time.StepTime:
+        return device_time.StepTime(f"decode {size} x {context}", size, 1.0, 1.0, 1.0)
+
+    def prefill(runner: object, num_tokens: int) -> device_time.StepTime:
+        return device_time.StepTime(f"prefill {num_tokens}", num_tokens, 1.0, 1.0, 1.0)
+
+    for module in (gpu_groups, kernel_times):
+        for name, stand_in in (("random_model", lambda *_: AnyModel()), ("build_runner", lambda *_: None),
+                               ("measure_decode", decode), ("release", lambda: None)):  # fmt: skip
+            monkeypatch.setattr(module, name, stand_in)
+    monkeypatch.setattr(gpu_groups, "warm_up", lambda *_: None)
+    monkeypatch.setattr(gpu_groups, "measure_prefill", prefill)
+    monkeypatch.setattr(kernel_times, "_prefill", lambda *_: kernel_times.PrefillTime(64, 1, 1.0, 1.0, 1.0))
+    monkeypatch.setattr(kernel_times, "copy_bandwidth", lambda _: 4e12)
+    monkeypatch.setattr(
+        kernel_times, "_compare",
+        lambda shape, kernels, _, size, *__: kernel_times.DecodeTime(shape, kernels, size, 1024, 1.0, 1.0, 1.0, 1.0),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        kernel_times, "measure_sampling",
+        lambda _, kinds, rows, __: {kind: {str(number): 1.0 for number in rows} for kind in kinds},
+    )  # fmt: skip
+    measured = {("steps", "steps"), ("steps", "prefill"), ("steps", "sampling"), ("steps", "batch-invariant steps"),
+                ("decodes", "decodes")}  # fmt: skip
+    lines = [
+        Line(group.name, item.name, None, "", figures=json.loads(json.dumps(item.run().figures)))
+        for group in groups(Target("cuda")) for item in group.items if (group.name, item.name) in measured
+    ]  # fmt: skip
+    predictions = read_predictions(gpu_check.PREDICTIONS)
+    assert len(predictions) >= 10 and all(one.formula and one.value > 0 for one in predictions)
+    assert {one.figure for one in predictions} <= figures_of(lines).keys()
 
 
 def faulty(target: Target) -> tuple[Group, ...]:
