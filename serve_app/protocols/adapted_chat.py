@@ -53,7 +53,7 @@ class AdaptedChat:
         return replace(prepared, not_enforced=tuple(map(self._renamed_pointer, prepared.not_enforced)))
 
     async def _prepared(self, service: CompletionService, caller: Caller) -> PreparedCompletion:
-        """Prepare the completion; where the prompt exceeds the context, the fewest units to drop are found by bisection.
+        """Prepare the completion; if the prompt exceeds the context, bisection finds the fewest units to drop.
 
         Raises:
             ContextExceeded: the prompt is too long with all units dropped; it names fields as chats do.

@@ -150,7 +150,7 @@ def _returning(folder: Path, reply: ErrorReply, condition: str = "") -> str:
 
 
 def _reply(folder: Path, reply: ErrorReply) -> str:
-    """Return a reply as HAProxy's rules have it. Its body, a log format, has the form of the API that the path is of."""
+    """Return a reply as HAProxy's rules have it; its body, a log format, has the shape of the path's API."""
     path = folder / f"error-{reply.code}.json"
     of_messages, of_others = _quoted(reply.body_at(MESSAGES_PATH)), _quoted(reply.body)
     path.write_text(f"%[var({_IS_OF_MESSAGES},0),iif({of_messages},{of_others})]")

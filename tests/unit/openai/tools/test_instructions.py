@@ -87,8 +87,16 @@ def test_instructions_reach_the_prompt(template: str, turns: list[tuple[str, str
         (NO_INSTRUCTIONS, [SYSTEM, USER], "<user>Brief.<user>hi"),
         (NO_INSTRUCTIONS, [USER, ASSISTANT, DEVELOPER, USER], "<user>hi<assistant>ja<user>French.<user>hi"),
         (FIRST_ONLY, [SYSTEM, USER, DEVELOPER], "<developer>Brief.<user>hi\n\nFrench."),
-        (FIRST_ONLY, [SYSTEM, USER, DEVELOPER, SYSTEM, ASSISTANT], "<developer>Brief.<user>hi\n\nFrench.\n\nBrief.<assistant>ja"),
-        (FIRST_ONLY, [SYSTEM, USER, ASSISTANT, DEVELOPER, USER], "<developer>Brief.<user>hi<assistant>ja<user>French.<user>hi"),
+        (
+            FIRST_ONLY,
+            [SYSTEM, USER, DEVELOPER, SYSTEM, ASSISTANT],
+            "<developer>Brief.<user>hi\n\nFrench.\n\nBrief.<assistant>ja",
+        ),
+        (
+            FIRST_ONLY,
+            [SYSTEM, USER, ASSISTANT, DEVELOPER, USER],
+            "<developer>Brief.<user>hi<assistant>ja<user>French.<user>hi",
+        ),
         (LAST_SYSTEM, [SYSTEM, USER, SYSTEM, ASSISTANT, USER], "<system>Brief.<user>hi\n\nBrief.<assistant>ja<user>hi"),
         (LAST_SYSTEM, [USER, SYSTEM], "<system><user>hi\n\nBrief."),
         (REFUSES_SYSTEM, [SYSTEM, DEVELOPER, USER], "<user>Brief.\n\nFrench.\n\nhi"),

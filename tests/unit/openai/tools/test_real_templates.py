@@ -108,11 +108,13 @@ OWN_FORM = {
 }
 """Templates with a form of calls that no family has."""
 REFUSED = {"fireworks-ai-llama-3-firefunction-v2", "google-gemma-2-2b-it", "llama-cpp-deepseek-r1"}
-"""Templates that want tools under another name, have neither tools nor a system message, or mark their calls otherwise."""
+"""Templates that want tools under another name, refuse a system message, or that transformers cannot render."""
 NO_PROMPT = {"fireworks-ai-llama-3-firefunction-v2", "CohereForAI-c4ai-command-r-plus-tool_use"}
 """Templates that cannot be rendered with these tools."""
 OTHER_BEGIN = {
-    name for name in FAMILIES if FAMILIES[name].startswith("mistral") and name != "mistralai-Ministral-3-14B-Reasoning-2512"
+    name
+    for name in FAMILIES
+    if FAMILIES[name].startswith("mistral") and name != "mistralai-Ministral-3-14B-Reasoning-2512"
 }
 """Templates that write the tools before the user's last turn."""
 SYSTEM_AT_THE_END = {"mistralai-Mistral-Nemo-Instruct-2407"}
@@ -199,8 +201,8 @@ def test_a_system_message_may_stand_anywhere_and_changes_no_earlier_text(templat
 
 def agent_conversations() -> Iterator[tuple[list[JsonObject], int]]:
     """Yield conversations with a reminder of the system, and how many of their messages were sent before."""
-    call = {"id": "abcdef123", "type": "function"}
-    call |= {"function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    function = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+    call = {"id": "abcdef123", "type": "function", "function": function}
     calling: JsonObject = {"role": "assistant", "content": None, "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "abcdef123", "content": "the_result"}
     answer = {"role": "assistant", "content": "the_answer"}
