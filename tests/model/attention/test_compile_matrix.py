@@ -141,6 +141,7 @@ def attention(name: str, kind: str, capability: int, bits: dict[str, bool] | Non
 QUICK = {
     ("llama-3.1-8b", "prefill", 90), ("llama-3.1-8b", "split", 80), ("qwen2.5-7b", "prefill", 80),
     ("gemma-2-9b", "prefill", 89), ("gpt-oss-20b", "decode", 120), ("gemma-2-9b", "prefill", 100),
+    ("deepseek-v3", "split", 80), ("deepseek-v3", "prefill", 90),
 }  # fmt: skip
 MATRIX = [(name, kind, capability) for name in LAYERS for kind in KINDS for capability in DEVICES]
 

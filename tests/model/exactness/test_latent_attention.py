@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from replicas.errors import ModelLoadError
 from replicas.model.attention.cpp import CppAttention
 from replicas.model.attention.interface import AttentionPort
 from replicas.model.attention.kv_cache import bytes_per_block
 from replicas.model.attention.probe import probe_attention
+from replicas.model.attention.select import choose_attention
 from replicas.model.diagnosis import memory_of
 from replicas.model.layers import latent_attention
 from replicas.model.loading.config import read_config
@@ -95,6 +97,12 @@ def test_a_layer_that_would_compute_something_else_keeps_all_heads(
     assert bytes_per_block(loaded.layers, 1, torch.float32) == 2 * LATENT_BYTES + EXPANDED_BYTES
     expected = cached_reference("deepseek_v3", PROMPTS, NUM_OUTPUT_TOKENS)
     assert tokens(build_engine(loaded), PROMPTS, GREEDY) == expected
+
+
+def test_flash_attention_is_refused() -> None:
+    spec = load(cached_checkpoint("deepseek_v3")).attention_spec(16)
+    with pytest.raises(ModelLoadError, match="'flash', which does not work here: it does not read latent keys"):
+        choose_attention(spec, "flash")
 
 
 def test_the_form_of_other_models_stays() -> None:

@@ -147,6 +147,15 @@ def test_products_of_one_number_have_no_order() -> None:
         assert torch.equal(frequencies @ positions, frequencies * positions)
 
 
+def test_products_of_heads_with_a_layers_weights_are_those_of_a_row_alone() -> None:
+    """As latent attention has them. Other batched products are refused."""
+    rows, weights = drawn(3, 70, 40), torch.nn.Parameter(drawn(3, 40, 24), requires_grad=False)
+    with torch.inference_mode(), BatchInvariantOps():
+        products = torch.bmm(rows, weights)
+        assert all(torch.equal(torch.bmm(rows[:, i : i + 1], weights), products[:, i : i + 1]) for i in (0, 33, 69))
+    torch.testing.assert_close(products, rows @ weights)
+
+
 def random_chunks(rng: random.Random) -> Chunks:
     starts = rng.sample([0, 1, 15, 63, 64, 100, 127, 129], rng.randint(1, 3))
     return tuple((start, start + rng.choice([1, 1, 2, 17, 40])) for start in starts)
