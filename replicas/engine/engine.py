@@ -288,9 +288,8 @@ class Engine:
             enable_prefix_caching=str(self._config.enable_prefix_caching),
         )  # fmt: skip
         usage = gauge("vllm:kv_cache_usage_perc", "blocks held / blocks, 0 to 1", load.kv_usage)
-        states = (
-            gauge("headway:num_state_slots", "slots for the recurrent state of sequences", load.num_state_slots),
-            gauge("headway:state_slot_usage_perc", "state slots held / state slots, 0 to 1", load.state_slot_usage),
+        states = gauge(
+            "headway:state_slot_usage_perc", "slots for recurrent state held / slots, 0 to 1", load.state_slot_usage
         )
         budget = gauge(
             "headway:step_token_budget", "tokens a step with decodes may compute", self._scheduler.latency.budget
@@ -301,10 +300,8 @@ class Engine:
             gauge("headway:num_decodes_held", _HELD_HELP, self._scheduler.num_held),
             gauge("vllm:num_requests_waiting", "sequences waiting for a slot", load.num_waiting),
             gauge("vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"),
-            *(
-                replace(metric, is_mean=True)
-                for metric in (usage, *(states if load.num_state_slots else ()), budget, settings, start)
-            ),
+            gauge("headway:num_state_slots", "slots for the recurrent state of sequences", load.num_state_slots),
+            *(replace(metric, is_mean=True) for metric in (usage, states, budget, settings, start)),
         )
 
 

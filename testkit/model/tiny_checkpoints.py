@@ -171,6 +171,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 # Models that the engine refuses: the config, and a pattern for the reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "kimi_linear": (
+        _with(
+            num_key_value_heads=4, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
+            num_experts=4, num_experts_per_token=2, moe_intermediate_size=32,
+        ),
+        "recurrent layers call chunk_kimi_delta_attention",
+    ),
     "mamba": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2}, "interface"),
     "bloom": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "interface"),
     "mpt": ({"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 2, "n_heads": 4}, "flat batch"),

@@ -88,6 +88,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "exaone4_5": {
         "text_config": {**_TEXT, "model_type": "exaone4", "sliding_window": 24}, "vision_config": _QWEN_VISION,
     },
+    "qwen3_5": {
+        "text_config": {
+            **_TEXT, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        },
+        "vision_config": _QWEN_VISION, "tie_word_embeddings": False,
+    },
     "gemma4_unified": {"text_config": _GEMMA4, "tie_word_embeddings": False},
     "lfm2_vl": {
         "text_config": {**_TEXT, "model_type": "lfm2", "layer_types": ["full_attention"] * 3},
@@ -96,17 +103,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Configs by type, with a suffix for each further form of a type."""
 
-RECURRENT: dict[str, Any] = {
-    "text_config": {**_TEXT, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    "vision_config": _QWEN_VISION,
-}
-"""Config of a qwen3_5, whose text part has recurrent layers."""
-
 
 def write_wrapper(path: Path, name: str, with_tokenizer: bool = False) -> PreTrainedModel:
-    """Write the checkpoint `name` of `WRAPPERS`, or `qwen3_5`, into `path` and return the whole model in float32."""
+    """Write the checkpoint `name` of `WRAPPERS` into `path` and return the whole model in float32."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[name.partition("-")[0]](**(RECURRENT if name == "qwen3_5" else WRAPPERS[name]))
+    config = CONFIG_MAPPING[name.partition("-")[0]](**WRAPPERS[name])
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for weight in model.parameters():  # Some classes begin with norms of zero and weights of one scale.

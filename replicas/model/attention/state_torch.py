@@ -128,14 +128,16 @@ class TorchStates:
     def _convolution(self, width: int) -> _Convolution:
         num_before, size = width - 1, self._cache.block_size
         num_stored = num_before + size
-        before, before_rows, token_rows = [], [], []
+        before: list[list[int]] = []
+        before_rows: list[int] = []
+        token_rows: list[int] = []
         kept: list[int] = []
         kept_rows: list[int] = []
         for index, chunk in enumerate(self._chunks):
             # Row of the token at position 0. Rows of a chunk stand behind those of the chunks before it.
             origin = chunk.row + (index + 1) * num_before - chunk.start
             first = chunk.state.source * num_stored + chunk.start % size
-            before.append(range(first, first + num_before))
+            before.append(list(range(first, first + num_before)))
             before_rows += range(origin + chunk.start - num_before, origin + chunk.start)
             token_rows += range(origin + chunk.start, origin + chunk.end)
             boundary = chunk.end - chunk.end % size
@@ -147,7 +149,7 @@ class TorchStates:
                 place = slot * num_stored + num_before - boundary
                 kept += range(place + start, place + end)
         return _Convolution(
-            self._ints([list(places) for places in before]),
+            self._ints(before),
             *map(self._ints, (before_rows, token_rows, kept_rows, kept)),
         )
 
@@ -161,7 +163,10 @@ class TorchStates:
         pieces: list[int] = []
         rows: list[list[int]] = []
         in_tail: list[list[bool]] = []
-        full, partial, snapshots, slots = [], [], [], []
+        full: list[int] = []
+        partial: list[int] = []
+        snapshots: list[int] = []
+        slots: list[int] = []
         for index, chunk in enumerate(self._chunks):
             boundary = (chunk.start // size + number) * size
             if boundary >= chunk.end:
@@ -219,7 +224,7 @@ class _Block:
         query, key = (part.repeat_interleave(group, dim=1) for part in (self.query, self.key))
         sums = self.decay.cumsum(dim=-1)  # [num_pieces, num_heads, block_size]
         last = sums[..., -1:]
-        since, until = torch.cat([sums, last - sums], dim=-1).exp().split(size, dim=-1)
+        since, until = torch.cat([sums, last - sums], dim=-1).exp().chunk(2, dim=-1)
         is_earlier = torch.ones(size, size, dtype=torch.bool, device=states.device).tril()
         between = (sums[..., :, None] - sums[..., None, :]).masked_fill(~is_earlier, -torch.inf).exp()
         updates = self.value + tail

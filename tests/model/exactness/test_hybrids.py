@@ -144,7 +144,7 @@ def test_hits_and_steps_ahead_that_fail_change_no_token(architecture: str) -> No
 def test_every_schedule_gives_the_same_numbers(architecture: str) -> None:
     loaded = load_compiled(cached_checkpoint(architecture))
     expected = alone(loaded)
-    tight = build_engine(loaded, TIGHT, CppAttention)
+    tight = build_engine(loaded, Sizes(num_blocks=10, num_state_slots=7), CppAttention)
     assert numbers(outputs(tight)) == expected
     assert num_preemptions(tight) > 0
     sizes = Sizes(max_num_batched_tokens=9)

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from replicas.engine.config import EngineLimits
-from replicas.errors import UnsupportedModel
 from replicas.model.attention.cpp import CppAttention
 from replicas.model.attention.kv_cache import KVCache, bytes_per_block
 from replicas.model.checkpoint import lazy_weights
@@ -160,9 +159,3 @@ def test_position_encoding_of_one_type_of_layers_bounds_the_length() -> None:
     config = tiny_config("gemma3_text-window")
     config.rope_parameters["full_attention"] |= {"rope_type": "longrope", "original_max_position_embeddings": 128}
     assert longest_of(config) == 128
-
-
-def test_recurrent_layers_of_a_text_part_are_refused_by_name(tmp_path: Path) -> None:
-    write_wrapper(tmp_path, "qwen3_5")
-    with pytest.raises(UnsupportedModel, match=r"qwen3_5.*linear_attention"):
-        check_model(tmp_path)
