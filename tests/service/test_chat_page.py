@@ -49,6 +49,10 @@ SCRIPTS = (
     Script("word " * 1500, ("without end",), rank=4),
 )
 LAST = "document.querySelector('#messages > :last-child')"
+HAS_VISIBLE_FOCUS = """getComputedStyle(document.activeElement).outlineStyle === "solid"
+    || document.activeElement === document.body"""
+MOST_STOPS = 40
+"""More than the page has places that Tab reaches."""
 IS_WIDER = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 
 
@@ -72,6 +76,15 @@ class Chat:
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key],
                 **(text if kind == "keyDown" else {}), **options,
             )  # fmt: skip
+
+    async def tab_to(self, condition: str) -> None:
+        """Press Tab until the focused element meets a condition; the focus must be visible at each one before it."""
+        for _ in range(MOST_STOPS):
+            await self.press("Tab")
+            assert await self.tab.value(HAS_VISIBLE_FOCUS), await self.tab.value("document.activeElement.outerHTML")
+            if await self.tab.value(f"(focused => {condition})(document.activeElement)"):
+                return
+        raise AssertionError(f"Tab reaches nothing with {condition}")
 
     async def write(self, text: str) -> None:
         """Write into the focused field, which may not be ready yet."""
@@ -173,6 +186,22 @@ async def test_escape_stops_an_answer_which_may_be_tried_again(chat: Chat) -> No
     assert await chat.tab.value("messages.length") == 2
     await chat.tab.value("document.getElementById('new').click()")
     await chat.tab.until("running === null && messages.length === 0 && !document.getElementById('intro').hidden")
+
+
+async def test_the_keyboard_alone_is_enough(chat: Chat) -> None:
+    await chat.tab.value("document.activeElement.blur()")
+    await chat.tab_to("focused.id === 'input'")
+    await chat.ask("Tell me about the tides")
+    assert await chat.text("h3") == "Tides"
+    await chat.tab_to("focused.textContent === 'Copy'")
+    await chat.tab_to("focused.id === 'input'")
+    await chat.ask("Talk without end", is_answered=False)
+    await chat.tab_to("focused.id === 'stop'")
+    await chat.press("Enter")
+    await chat.tab.until("running === null && document.activeElement.id === 'input'")
+    await chat.tab_to("focused.id === 'new'")
+    await chat.press("Enter")
+    await chat.tab.until("messages.length === 0 && document.activeElement.id === 'input'")
 
 
 async def test_settings_reach_the_server_and_stay_with_the_conversation(chat: Chat) -> None:

@@ -182,7 +182,7 @@ class ServerClient:
         return ServerError(f"{self.url} does not answer like an OpenAI-compatible server", may_pass=False)
 
     def _unreachable(self, error: httpx.HTTPError) -> ServerError:
-        hint = "; `headway serve` starts a server, --url names another one" if isinstance(error, httpx.ConnectError) else ""
+        hint = "; `headway serve` starts one, --url names another" if isinstance(error, httpx.ConnectError) else ""
         return ServerError(f"cannot reach {self.url}: {message_of(error)}{hint}", may_pass=True)
 
 

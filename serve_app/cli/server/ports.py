@@ -66,9 +66,14 @@ class PortBlock:
         return self.guard + 5
 
     @property
+    def agents(self) -> range:
+        """Ports of the agents of Ray's node."""
+        return range(self.guard + 6, self.guard + 10)
+
+    @property
     def ingress_grpc(self) -> range:
         """Ports of the ingresses for gRPC, which Headway does not enable."""
-        return range(self.guard + 6, self.guard + 6 + _NUM_GRPC_PORTS)
+        return range(self.agents.stop, self.agents.stop + _NUM_GRPC_PORTS)
 
     @property
     def ingress_http(self) -> range:

@@ -28,7 +28,7 @@ import tenacity
 from replicas.child_processes import Stalled, start_timeout_s
 from replicas.timing.cpu_scheduling import use_batch_scheduling
 from serve_app.cli.server.haproxy import haproxy_environment
-from serve_app.cli.server.ports import LOOPBACK, Address, port_block
+from serve_app.cli.server.ports import LOOPBACK, Address, PortBlock, port_block
 from serve_app.http.edge import CONNECTIONS_VARIABLE, MIDDLEWARE_PATH
 
 _PROXY_ANSWER_S = 5
@@ -62,6 +62,11 @@ _LONGEST_TEMPORARY_PATH = 64
 """Most characters of the folder for temporary files: Ray's dashboard keeps sockets below it."""
 _DAEMONS = ("gcs_server", "raylet")
 _PR_SET_CHILD_SUBREAPER = 36
+_NUM_LAST_LINES = 20
+
+
+class DaemonEnded(Exception):
+    """End of a daemon of Ray during a start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ class StartLimits:
             "RAY_DASHBOARD_STARTUP_TIMEOUT_S": stall_s,
             "RAY_gcs_server_request_timeout_seconds": stall_s,
             "RAY_worker_register_timeout_seconds": stall_s,
+            "RAY_agent_register_timeout_ms": f"{stall_s}000",
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": stall_s,
             "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(math.ceil(_PROXY_ANSWER_S * self.slowness)),
         }
@@ -104,7 +110,7 @@ class PrivateCluster:
 
     def ended_daemon(self) -> str | None:
         """Return the name and the process id of a daemon that has ended; None: every daemon runs."""
-        return next((f"{name} (process {process.pid})" for name, process in self.daemons if _has_ended(process)), None)
+        return _ended(self.daemons)
 
 
 def private_ray_environment(folder: Path) -> dict[str, str]:
@@ -143,6 +149,7 @@ def private_cluster(
 
     Raises:
         Stalled: Ray did not start within the limits.
+        DaemonEnded: one of Ray's daemons ended, in each of several attempts.
     """
     limits = limits or StartLimits()
     _become_subreaper()
@@ -156,7 +163,7 @@ def private_cluster(
             _set_environment(folder, max_connections_per_address, limits)
             if haproxy_address is not None:
                 os.environ.update(haproxy_environment(folder, haproxy_address, ports, max_connections_per_address))
-            with _waiting_for_node(limits.stall_s):
+            with _given_agent_ports(ports), _waiting_for_node(limits.stall_s, folder):
                 cluster = _start_ray(num_cpus, folder, ports.dashboard)
             yield cluster
         finally:
@@ -180,7 +187,26 @@ def _set_environment(folder: Path, max_connections_per_address: int, limits: Sta
 
 
 @contextlib.contextmanager
-def _waiting_for_node(limit_s: float) -> Iterator[None]:
+def _given_agent_ports(ports: PortBlock) -> Iterator[None]:
+    """Within the context have Ray's start give the agents of its node ports of the block.
+
+    A raylet waits for ports that agents choose for 30 s, a constant of its code, and then ends: a slow machine takes
+    longer to start an agent.
+    """
+    from ray._private import services
+
+    names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+    agent_ports = dict(zip(names, ports.agents, strict=True))
+    start_raylet = services.start_raylet
+    services.start_raylet = lambda *arguments, **options: start_raylet(*arguments, **options | agent_ports)
+    try:
+        yield
+    finally:
+        services.start_raylet = start_raylet
+
+
+@contextlib.contextmanager
+def _waiting_for_node(limit_s: float, folder: Path) -> Iterator[None]:
     """Within the context have Ray's start wait for its node up to `limit_s`, while the daemons live.
 
     Ray itself asks for the node again and again for 30 s, a constant of its code. Here each question waits.
@@ -190,10 +216,11 @@ def _waiting_for_node(limit_s: float) -> Iterator[None]:
     def give_up(state: tenacity.RetryCallState) -> None:
         if has_stalled(state):
             raise Stalled.without_progress("Ray", limit_s)
-        raise RuntimeError("a daemon of Ray has ended")
+        _print_last_lines(folder / "ray" / "session_latest" / "logs")
+        raise DaemonEnded(f"Ray's {_ended(_daemons())} ended while Ray started; its last lines are in the log")
 
     def has_lost_a_daemon(_: tenacity.RetryCallState) -> bool:
-        return any(_has_ended(process) for _, process in _daemons())
+        return _ended(_daemons()) is not None
 
     has_stalled = tenacity.stop_after_delay(limit_s)
     get_node = services.get_node
@@ -242,6 +269,18 @@ def _start_ray(num_cpus: int, folder: Path, dashboard_port: int) -> PrivateClust
 
 def _daemons() -> tuple[tuple[str, psutil.Process], ...]:
     return tuple((child.name(), child) for child in psutil.Process().children() if child.name() in _DAEMONS)
+
+
+def _ended(daemons: tuple[tuple[str, psutil.Process], ...]) -> str | None:
+    return next((f"{name} (process {process.pid})" for name, process in daemons if _has_ended(process)), None)
+
+
+def _print_last_lines(logs: Path) -> None:
+    """Print the end of what each daemon has written; the folder of the cluster is deleted."""
+    for path in (logs / f"{name}.out" for name in _DAEMONS):
+        if path.exists():
+            lines = path.read_text(errors="replace").splitlines()[-_NUM_LAST_LINES:]
+            print(f"The last lines of {path.name}:", *lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def _has_ended(process: psutil.Process) -> bool:

@@ -21,7 +21,7 @@ from serve_app.cli.server import application
 from serve_app.cli.server.access_lines import AccessLines, LogFormat
 from serve_app.cli.server.disk_space import DiskWatch
 from serve_app.cli.server.ports import LOOPBACK, Address
-from serve_app.cli.server.private_cluster import PrivateCluster, StartLimits, private_cluster
+from serve_app.cli.server.private_cluster import DaemonEnded, PrivateCluster, StartLimits, private_cluster
 from serve_app.cli.server.serve_log import Tail, Terminal, output_to
 from serve_app.cli.server.start_report import Report, Steps, step_of
 from serve_app.config import HeadwayConfig
@@ -230,7 +230,7 @@ class Server:
 def _reason_of(error: BaseException) -> str:
     """Return one line for an error, with a remedy. Ray's messages are tracebacks, whose last line has the cause."""
     remedy = next((f"; {remedy}" for sign, remedy in _REMEDIES.items() if sign in str(error)), "")
-    if isinstance(error, application.ApplicationFailed | Stalled):
+    if isinstance(error, application.ApplicationFailed | DaemonEnded | Stalled):
         return f"{error}{remedy}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ pytestmark = pytest.mark.deep
 QUOTA_US, PERIOD_US, NUM_BUSY = 40_000, 100_000, 4
 SLOW_START_S = 600.0
 STALL_S = 10
+AGENT_S = 40.0
+"""Time of a start of Ray's dashboard agent, longer than a raylet waits for a port that the agent chooses, seconds."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,41 @@ def test_a_slow_machine_comes_up(
             return answers(f"{start.url}/health/ready")
 
         wait_for(is_ready, "the server is ready", SLOW_START_S, 1.0)
+
+
+def children_of(start: Start) -> list[psutil.Process]:
+    """Return the processes of a server that starts."""
+    return psutil.Process(start.process.pid).children(recursive=True)
+
+
+def test_an_agent_that_starts_slowly_does_not_end_the_start(tmp_path: Path) -> None:
+    def agents() -> list[psutil.Process]:
+        return [child for child in children_of(start) if any("dashboard/agent.py" in word for word in child.cmdline())]
+
+    with starting(tmp_path) as start:
+        agent = wait_for(agents, "the agent starts", START_LIMIT_S, 0.05)[0]
+        agent.suspend()
+        time.sleep(AGENT_S)
+        agent.resume()
+        wait_for(lambda: answers(f"{start.url}/health/ready"), "the server is ready", SLOW_START_S, 1.0)
+
+
+def test_a_daemon_of_ray_that_ends_in_a_start_is_named_and_its_last_lines_are_kept(tmp_path: Path) -> None:
+    with starting(tmp_path) as start:
+
+        def has_ended() -> bool:
+            if start.process.poll() is None:
+                with contextlib.suppress(psutil.Error):
+                    for child in children_of(start):
+                        if child.name() == "raylet":
+                            child.kill()
+            return start.process.poll() is not None
+
+        wait_for(has_ended, "the start has ended", START_LIMIT_S)
+        reason, place = start.output.read_text().splitlines()[-2:]
+        assert re.fullmatch(r"error: Ray's raylet \(process \d+\) ended while Ray started; .*", reason), reason
+        log = Path(place.removeprefix("The log is ")).read_text()
+        assert "The last lines of raylet.out:" in log and "The last lines of gcs_server.out:" in log
 
 
 @pytest.mark.parametrize(

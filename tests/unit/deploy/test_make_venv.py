@@ -76,6 +76,21 @@ def test_what_is_fetched_instead_is_said_before(python: Path, index: Path, capsy
     assert "on x86 the CUDA build (5.6 GB). To avoid it, press Ctrl-C" in capsys.readouterr().out
 
 
+def test_a_constraint_of_the_user_hides_no_missing_build(
+    python: Path, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(index, CUDA)
+    constraint = index / "constraint.txt"
+    constraint.write_text("torch<=2.14.1")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(constraint))
+    assert install(python, has_gpu=False) == CUDA
+
+
+def test_lines_about_a_replaced_package_belong_to_the_installation() -> None:
+    lines = ["Successfully built x", "Installing collected packages: a, b", "    Successfully uninstalled a-1"]
+    assert make_venv._state(lines) == "installing 2 packages"
+
+
 def test_an_nvidia_device_gets_the_build_of_the_index(
     python: Path, index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

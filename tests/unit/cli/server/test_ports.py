@@ -36,7 +36,14 @@ def can_reserve(address: Address) -> bool:
 
 def ports_of(block: PortBlock) -> list[int]:
     single = (block.guard, block.dashboard, block.fallback_http, block.fallback_grpc)
-    return [*single, block.haproxy_stats, block.haproxy_metrics, *block.ingress_grpc, *block.ingress_http]
+    return [
+        *single,
+        block.haproxy_stats,
+        block.haproxy_metrics,
+        *block.agents,
+        *block.ingress_grpc,
+        *block.ingress_http,
+    ]
 
 
 def test_each_port_of_a_block_has_one_use() -> None:

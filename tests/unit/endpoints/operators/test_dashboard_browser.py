@@ -21,6 +21,8 @@ CLIPPED = """Array.from(document.querySelectorAll("main *")).filter(each =>
     !each.closest(innerWidth > 760 ? "summary, svg, .ellipsis" : "thead, summary, svg, .ellipsis")
     && each.scrollWidth > each.clientWidth + 1
     && getComputedStyle(each).display !== "inline").map(each => each.id || each.textContent)"""
+HAS_VISIBLE_FOCUS = """getComputedStyle(document.activeElement).outlineStyle === "solid"
+    || document.activeElement === document.body"""
 FORMS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
 """Widths of the window in pixels, and colour schemes."""
 NUM_ROWS = "document.querySelectorAll('#requests > li').length"
@@ -68,6 +70,7 @@ async def test_a_row_opens_by_keyboard_and_stays_open(api: Api, tmp_path: Path) 
         await tab.until(f"{NUM_ROWS} === 2")
         while not await tab.value("document.activeElement.matches('#requests summary')"):
             await press(tab, "Tab", 9)
+            assert await tab.value(HAS_VISIBLE_FOCUS), await tab.value("document.activeElement.outerHTML")
         await press(tab, "Enter", 13)
         opened = "document.querySelectorAll('#requests details[open] dd').length > 5"
         await tab.until(opened)
