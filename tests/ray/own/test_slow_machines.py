@@ -99,7 +99,8 @@ def test_a_slow_machine_comes_up(
 
 def children_of(start: Start) -> list[psutil.Process]:
     """Return the processes of a server that starts."""
-    return psutil.Process(start.process.pid).children(recursive=True)
+    children: list[psutil.Process] = psutil.Process(start.process.pid).children(recursive=True)
+    return children
 
 
 def test_an_agent_that_starts_slowly_does_not_end_the_start(tmp_path: Path) -> None:

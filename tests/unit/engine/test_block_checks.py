@@ -20,7 +20,7 @@ def running_sequence(blocks: BlockManager) -> Sequence:
     sequence = Sequence(GenerateRequest("one", tuple(range(40)), SamplingParams(max_tokens=2)), 0.0, None, 0)
     blocks.allocate(sequence)
     sequence.num_computed_tokens = 33
-    blocks.publish(sequence, 0)
+    blocks.computed(sequence, 0)
     return sequence
 
 
