@@ -1,6 +1,6 @@
 """Values that cross between the ingress and a replica: frozen, without behaviour beyond merging.
 
-With them is the one number that both compute alike: the fair share of a replica's slots.
+With them are the rules that both apply alike: the fair share of a replica's slots, and the blocks of a sequence.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TypeVar
 from replicas.errors import ServingError
 
 ItemT = TypeVar("ItemT")
+_UNBOUNDED_TOKENS = 2**31 - 1
 
 
 class Band(IntEnum):
@@ -212,6 +213,43 @@ class IngressShare:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceBlocks:
+    """Rule by which the most blocks of a sequence follow from its tokens, and the other way round.
+
+    The layers of a model are cut into groups, and a sequence has a block table for each. Layers with a window need the
+    last tokens alone, so their tables stop growing.
+    """
+
+    block_size: int
+    num_whole_tables: int = 1
+    """Tables with blocks for all tokens."""
+    most_window_blocks: tuple[int, ...] = ()
+    """Most blocks in each table of layers with a window."""
+
+    @property
+    def num_tables(self) -> int:
+        """Number of block tables of a sequence."""
+        return self.num_whole_tables + len(self.most_window_blocks)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks, in all tables together, that a sequence of `num_tokens` holds at a time."""
+        num_blocks = -(-num_tokens // self.block_size)
+        if not self.most_window_blocks:
+            return self.num_whole_tables * num_blocks
+        return self.num_whole_tables * num_blocks + sum(min(num_blocks, most) for most in self.most_window_blocks)
+
+    def num_tokens(self, num_blocks: int) -> int:
+        """Return the most tokens of one sequence that `num_blocks` blocks hold."""
+        num_tables = self.num_tables
+        for most in sorted(self.most_window_blocks):
+            if num_blocks // num_tables <= most:
+                break
+            num_blocks -= most
+            num_tables -= 1
+        return num_blocks // num_tables * self.block_size if num_tables else _UNBOUNDED_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStats:
     """Load of a replica at one moment; sent with every batch of deltas and returned by a poll."""
 
@@ -259,6 +297,10 @@ class ReplicaStats:
     """Slots for recurrent state; 0: the model has none."""
     num_free_state_slots: int = 0
     """State slots that no sequence holds, cached ones included."""
+    num_whole_tables: int = 1
+    """Block tables of a sequence with blocks for all its tokens."""
+    most_window_blocks: tuple[int, ...] = ()
+    """Most blocks in each block table of layers with a window."""
 
     @property
     def num_running(self) -> int:
@@ -269,6 +311,13 @@ class ReplicaStats:
     def num_waiting(self) -> int:
         """Number of sequences in the engine's waiting queue."""
         return sum(self.num_waiting_by_band)
+
+    def num_tokens(self, num_blocks: int) -> int:
+        """Return the most tokens of one sequence that `num_blocks` blocks hold."""
+        if self.num_whole_tables == 1 and not self.most_window_blocks:
+            return num_blocks * self.block_size
+        blocks = SequenceBlocks(self.block_size, self.num_whole_tables, self.most_window_blocks)
+        return blocks.num_tokens(num_blocks)
 
     @property
     def kv_usage(self) -> float:

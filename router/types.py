@@ -96,7 +96,7 @@ class ReplicaView:
         """
         held_below = sum(self.stats.num_held_blocks_by_band[band + 1 :])
         num_blocks = min(self.stats.num_blocks, self.stats.num_free_blocks + held_below)
-        return num_blocks * self.stats.block_size - self.unseen_tokens
+        return self.stats.num_tokens(num_blocks) - self.unseen_tokens
 
     def preemptible_slots(self, band: Band) -> PreemptibleSlots | None:
         """Return the slots of `band` that other tenants would yield for a tenant's fair share; None: nobody would.
@@ -133,7 +133,7 @@ class ReplicaView:
     def num_mean_tokens(self, band: Band) -> int:
         """Return the mean number of KV cache positions that a running sequence of `band` holds."""
         num_blocks = self.stats.num_held_blocks_by_band[band] // max(1, self.stats.num_running_by_band[band])
-        return num_blocks * self.stats.block_size
+        return self.stats.num_tokens(num_blocks)
 
     def is_filled_by_other_ingresses(self, band: Band) -> bool:
         """Return True if requests of `band` run on the replica and none is of this ingress.

@@ -82,7 +82,9 @@ class Bisection:
         prompt, params = (self._probe_token_id(items),), SamplingParams(max_tokens=1, temperature=0.0)
         probe = Sequence(GenerateRequest("probe", prompt, params), arrival_s=0.0, deadline_s=None, arrival_index=0)
         # Position `last.start` is about to be written, so no other sequence shares its block.
-        probe.block_table = [last.sequence.block_table[last.start // self._block_size]]
+        index = last.start // self._block_size
+        probe.block_table = [last.sequence.block_table[index]]
+        probe.more_tables = [[table[index]] for table in last.sequence.more_tables]
         try:
             self._run(ScheduledBatch((ScheduledSequence.of(probe, 0, 1),)))
         except Exception as error:

@@ -8,13 +8,16 @@ hashes and LRU eviction as in vLLM's automatic prefix caching).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from itertools import chain, zip_longest
 
 from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Sequence
 from replicas.engine.state_slots import StateSlots
 from replicas.shared_rules.block_hash import extend_hashes
 
+Tables = tuple[list[int], ...]
+"""Block tables of one sequence."""
 _MAX_CHECKED_BLOCKS = 16_384
 """Most blocks that one check of the invariants visits."""
 
@@ -29,15 +32,29 @@ class BlockManager:
     If the model has recurrent state, the sequences that hold blocks hold slots of `states`, too. A prefix hit then ends
     where both a block and a state are cached.
 
+    Layers are in groups of equal bytes, so that a block may hold the tokens of any group, and a sequence has a block
+    table for each group. A group with a window
+
+    1. gets blocks for the tokens that the next step may compute, while other groups get them for all known tokens;
+    2. gives a block back once tokens are computed of which the next does not see it. Steps in flight begin there or
+       later, so they do not read it, and the block may be written again. It stays cached like any other;
+    3. needs for a prefix hit of p tokens only the blocks that token p sees.
+
     Invariants:
         A block is in the free list <=> no sequence holds it.
         The sum of reference counts is the sum of the block tables' lengths.
-        A hash is published only for a full, computed block; each hash names one block.
+        A hash is published only for a full, computed block; each hash names one block of each group.
+        A table has blocks from the one that the first uncomputed token sees on, and zeros before it.
         A block that a sequence may still write has no other holder and no hash.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        self._rule = config.sequence_blocks
+        self._windows = config.windows
+        self._has_windows = any(config.windows)
+        # Ends of the keys under which the blocks of each table are cached.
+        self._suffixes = [number.to_bytes(1) if number else b"" for number in range(len(config.windows))]
         self.states = StateSlots(config)
         self._num_holders = [0] * (config.num_blocks + 1)
         self._hash_of: list[bytes | None] = [None] * (config.num_blocks + 1)
@@ -54,22 +71,31 @@ class BlockManager:
     def missing_hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of the reusable full blocks of which one would make the sequence's hit longer.
 
-        That is the first that is not cached; with recurrent state, any beyond the present hit.
+        That is the first beyond the present hit; with recurrent state, any of those.
         """
-        hashes = self._reusable_hashes(sequence)
-        if self.states.num_slots:
-            return hashes[len(self._hits(sequence)) :]
-        return next(([block_hash] for block_hash in hashes if block_hash not in self._cached), [])
+        hashes, num_hits = self._reusable_hashes(sequence), self._num_hits(sequence)
+        return hashes[num_hits:] if self.states.num_slots else hashes[num_hits : num_hits + 1]
 
     def shortfall(self, sequence: Sequence, num_tokens: int, without: Collection[Sequence] = ()) -> int:
         """Return the number of blocks that are missing to hold `num_tokens` of a waiting sequence.
 
         It is negative if blocks are left over. Blocks that only sequences in `without` hold count as free.
         """
-        held = Counter(block for other in without for block in other.block_table)
+        held = Counter(block for other in without for block in chain(*_tables(other)) if block)
         num_reclaimable = sum(1 for block, count in held.items() if count == self._num_holders[block])
-        num_shared = sum(1 for block in self._hits(sequence) if self._num_holders[block] > held[block])
-        return self._config.blocks_for(num_tokens) - num_shared - len(self._free) - num_reclaimable
+        num_shared = sum(1 for block in chain(*self._hits(sequence)) if self._num_holders[block] > held[block])
+        return self._rule.num_blocks(num_tokens) - num_shared - len(self._free) - num_reclaimable
+
+    def growth(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return the most blocks that a running sequence still takes until it has `num_tokens` tokens."""
+        return max(0, self._rule.num_blocks(num_tokens) - sequence.num_blocks)
+
+    def next_growth(self, sequences: Collection[Sequence]) -> int:
+        """Return the blocks that running sequences take for their known tokens, and for one more each."""
+        num_blocks = len(sequences) * self._rule.num_tables
+        if self._has_windows:
+            num_blocks += sum(self.growth(other, other.num_tokens) for other in sequences if other.is_prefilling)
+        return num_blocks
 
     def allocate(self, sequence: Sequence) -> None:
         """Give a waiting sequence blocks for all its tokens, reusing cached blocks for its beginning.
@@ -86,20 +112,22 @@ class BlockManager:
         hits = self._hits(sequence)
         if self.states.num_slots:
             self._extend_hashes(sequence)
-            self.states.allocate(sequence, len(hits), len(self._cached_blocks(sequence)))
-        for block in hits:
+            self.states.allocate(sequence, len(hits[0]), self._num_cached_blocks(self._reusable_hashes(sequence)))
+        sequence.block_table, *sequence.more_tables = hits
+        for block in filter(None, chain(*hits)):
             self._free.pop(block, None)
             self._num_holders[block] += 1
-            sequence.block_table.append(block)
+            sequence.num_blocks += 1
         sequence.num_computed_tokens = len(sequence.block_table) * self._config.block_size
         self.grow(sequence, num_tokens)
 
     def can_grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Return True if `grow` would succeed."""
-        return self._config.blocks_for(num_tokens) - len(sequence.block_table) <= len(self._free)
+        missing = (max(0, end - len(table)) for table, end in self._ends(sequence, num_tokens))
+        return sum(missing) <= len(self._free)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give `sequence` blocks for its first `num_tokens` tokens.
+        """Give `sequence` blocks for its first `num_tokens` tokens; with a window, for those of the next step alone.
 
         It takes free blocks, and evicts the cached ones least recently used first.
 
@@ -108,15 +136,22 @@ class BlockManager:
         """
         if not self.can_grow(sequence, num_tokens):
             raise OutOfBlocks
-        for _ in range(self._config.blocks_for(num_tokens) - len(sequence.block_table)):
-            sequence.block_table.append(self._take_free_block())
+        for table, end in self._ends(sequence, num_tokens):
+            for _ in range(end - len(table)):
+                table.append(self._take_free_block())
+                sequence.num_blocks += 1
 
     def computed(self, sequence: Sequence, num_computed_before: int) -> None:
-        """Make reusable what was computed since `num_computed_before`: full blocks, and the state at their end."""
+        """Make reusable what was computed since `num_computed_before`: full blocks, and the state at their end.
+
+        Blocks that later tokens do not see are given back.
+        """
         if self._config.enable_prefix_caching:
             self._publish(sequence, num_computed_before)
         if self.states.num_slots:
             self.states.computed(sequence)
+        if self._has_windows:
+            self._give_back_unseen(sequence, num_computed_before)
 
     def _publish(self, sequence: Sequence, num_computed_before: int) -> None:
         block_size = self._config.block_size
@@ -124,12 +159,22 @@ class BlockManager:
         if first == last:
             return
         self._extend_hashes(sequence)
+        tables = _tables(sequence)
         for index in range(first, last):
-            block, block_hash = sequence.block_table[index], sequence.block_hashes[index]
-            # Another block with the same tokens may be published already. Then this block stays private.
-            if block_hash not in self._cached and self._hash_of[block] is None:
-                self._cached[block_hash] = block
-                self._hash_of[block] = block_hash
+            for table, suffix in zip(tables, self._suffixes, strict=True):
+                block, key = table[index], sequence.block_hashes[index] + suffix
+                # Another block with the same tokens may be published already. Then this block stays private.
+                if key not in self._cached and self._hash_of[block] is None:
+                    self._cached[key] = block
+                    self._hash_of[block] = key
+
+    def _give_back_unseen(self, sequence: Sequence, num_computed_before: int) -> None:
+        for table, window in zip(_tables(sequence), self._windows, strict=True):
+            first = self._first_seen(window, sequence.num_computed_tokens)
+            for index in range(self._first_seen(window, num_computed_before), first):
+                self._release(table[index])
+                table[index] = 0
+                sequence.num_blocks -= 1
 
     def hashes_completed(self, sequence: Sequence, start: int, end: int) -> list[bytes]:
         """Return the hashes of the full blocks that computing positions [start, end) makes reusable."""
@@ -143,13 +188,12 @@ class BlockManager:
     def free(self, sequence: Sequence) -> None:
         """Take back all blocks and slots of `sequence`. Its last blocks are reused before its first."""
         self.states.free(sequence)
-        for block in reversed(sequence.block_table):
-            self._num_holders[block] -= 1
-            if self._num_holders[block] == 0:
-                self._free[block] = None
-                if self._hash_of[block] is None:
-                    self._free.move_to_end(block, last=False)
+        for blocks in zip_longest(*map(reversed, _tables(sequence)), fillvalue=0):
+            for block in filter(None, blocks):
+                self._release(block)
         sequence.block_table.clear()
+        sequence.more_tables.clear()
+        sequence.num_blocks = 0
         sequence.num_computed_tokens = sequence.num_in_flight_tokens = 0
 
     def check_invariants(self, sequences: list[Sequence]) -> None:
@@ -160,11 +204,18 @@ class BlockManager:
         num_blocks = self._config.num_blocks
         holders: Counter[int] = Counter()
         for sequence in sequences:
-            assert len(set(sequence.block_table)) == len(sequence.block_table)
-            holders.update(sequence.block_table)
             num_full = sequence.num_computed_tokens // self._config.block_size
-            for block in sequence.block_table[num_full:]:
-                assert self._num_holders[block] == 1 and self._hash_of[block] is None, "a writable block is shared"
+            num_blocks_held = 0
+            for number, (table, window) in enumerate(zip(_tables(sequence), self._windows, strict=True)):
+                assert len(sequence.block_table) <= len(table)
+                first = self._first_seen(window, sequence.num_computed_tokens)
+                assert window is None or len(table) - first <= self._rule.most_window_blocks[number]
+                assert not any(table[:first]) and all(table[first:])
+                num_blocks_held += len(table) - first
+                holders.update(table[first:])
+                for block in table[num_full:]:
+                    assert self._num_holders[block] == 1 and self._hash_of[block] is None, "a writable block is shared"
+            assert len(set(chain(*_tables(sequence))) - {0}) == num_blocks_held == sequence.num_blocks
         assert len(self._free) == num_blocks - len(holders)
         first = self._next_checked if num_blocks > _MAX_CHECKED_BLOCKS else 1
         checked = range(first, min(num_blocks + 1, first + _MAX_CHECKED_BLOCKS))
@@ -189,21 +240,71 @@ class BlockManager:
         self._extend_hashes(sequence)
         return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self._config.block_size]
 
-    def _hits(self, sequence: Sequence) -> list[int]:
-        """Return the cached blocks that a waiting sequence begins with."""
-        blocks = self._cached_blocks(sequence)
-        if self.states.num_slots:
-            return blocks[: self.states.num_hit_blocks(sequence.block_hashes[: len(blocks)])]
-        return blocks
+    def _hits(self, sequence: Sequence) -> Tables:
+        """Return tables of the cached blocks that a waiting sequence begins with."""
+        num_hits = self._num_hits(sequence)
+        hashes, num_tokens = sequence.block_hashes[:num_hits], num_hits * self._config.block_size
+        tables = []
+        for window, suffix in zip(self._windows, self._suffixes, strict=True):
+            first = self._first_seen(window, num_tokens)
+            tables.append([0] * first + [self._cached[block_hash + suffix] for block_hash in hashes[first:]])
+        return tuple(tables)
 
-    def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        hits: list[int] = []
-        for block_hash in self._reusable_hashes(sequence):
-            block = self._cached.get(block_hash)
-            if block is None:
+    def _num_hits(self, sequence: Sequence) -> int:
+        """Return the most blocks from the beginning for which each group has what the next token sees, and a state."""
+        hashes = self._reusable_hashes(sequence)
+        num_hits = self._num_cached_blocks(hashes)
+        while self.states.num_slots:
+            num_states = self.states.num_hit_blocks(hashes[:num_hits])
+            if num_states == num_hits:
                 break
-            hits.append(block)
-        return hits
+            num_hits = self._num_cached_blocks(hashes[:num_states])
+        return num_hits
+
+    def _num_cached_blocks(self, hashes: list[bytes]) -> int:
+        """Return the most blocks from the beginning for which each group has what the next token sees."""
+        num_cached = len(hashes)
+        for window, suffix in zip(self._windows, self._suffixes, strict=True):
+            if window is None:
+                keys = (block_hash + suffix for block_hash in hashes[:num_cached])
+                num_cached = next((index for index, key in enumerate(keys) if key not in self._cached), num_cached)
+        while self._has_windows and num_cached:
+            last_missing = self._last_missing(hashes[:num_cached])
+            if last_missing is None:
+                break
+            num_cached = last_missing
+        return num_cached
+
+    def _last_missing(self, hashes: list[bytes]) -> int | None:
+        """Return the index of the last block that the token after `hashes` sees and some windowed group has not cached.
+
+        No hit that ends behind this block can be complete. None: no block is missing.
+        """
+        for window, suffix in zip(self._windows, self._suffixes, strict=True):
+            if window is not None:
+                first = self._first_seen(window, len(hashes) * self._config.block_size)
+                for index in range(len(hashes) - 1, first - 1, -1):
+                    if hashes[index] + suffix not in self._cached:
+                        return index
+        return None
+
+    def _first_seen(self, window: int | None, num_tokens: int) -> int:
+        """Return the index of the first block that the token at position `num_tokens` sees."""
+        return 0 if window is None else max(0, num_tokens + 1 - window) // self._config.block_size
+
+    def _ends(self, sequence: Sequence, num_tokens: int) -> Iterator[tuple[list[int], int]]:
+        """Yield each table with the number of entries that it needs."""
+        size = self._config.block_size
+        num_soon = sequence.num_scheduled_tokens + self._config.max_num_batched_tokens
+        for table, window in zip(_tables(sequence), self._windows, strict=True):
+            yield table, -(-(num_tokens if window is None else min(num_tokens, num_soon)) // size)
+
+    def _release(self, block: int) -> None:
+        self._num_holders[block] -= 1
+        if self._num_holders[block] == 0:
+            self._free[block] = None
+            if self._hash_of[block] is None:
+                self._free.move_to_end(block, last=False)
 
     def _take_free_block(self) -> int:
         block, _ = self._free.popitem(last=False)
@@ -213,3 +314,7 @@ class BlockManager:
             self._hash_of[block] = None
         self._num_holders[block] = 1
         return block
+
+
+def _tables(sequence: Sequence) -> Tables:
+    return (sequence.block_table, *sequence.more_tables)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Self
 
-from replicas.protocol import BANDS, Auto
+from replicas.protocol import BANDS, Auto, SequenceBlocks
 from replicas.settings import check_bounds, setting
 
 LOWERED_LIMITS = ("max_num_seqs", "max_num_batched_tokens")
@@ -103,6 +103,21 @@ def state_slots_per_sequence(*, is_asynchronous: bool) -> int:
     return 3 if is_asynchronous else 2
 
 
+def sequence_blocks(
+    limits: EngineLimits, windows: tuple[int | None, ...], *, is_asynchronous: bool
+) -> SequenceBlocks:
+    """Return the blocks that a sequence holds by its length, in tables with `windows`.
+
+    A windowed table has blocks for the window, for the tokens of each step in flight, and for those of the next step.
+    """
+    num_ahead = limits.max_num_batched_tokens * (2 if is_asynchronous else 1)
+    return SequenceBlocks(
+        limits.block_size,
+        windows.count(None),
+        tuple(1 - (1 - window - num_ahead) // limits.block_size for window in windows if window is not None),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineLimits):
     """Limits of one engine, complete with those of its model, its KV cache and its device."""
@@ -111,6 +126,8 @@ class EngineConfig(EngineLimits):
     """Target of each band, seconds; 0: 1.5 times the TPOT without less urgent bands, which no target is below."""
     num_blocks: int
     """KV blocks that sequences can hold, with ids 1..num_blocks. Block 0 is the runner's scratch block."""
+    windows: tuple[int | None, ...] = (None,)
+    """Window of each block table of a sequence, in tokens; None: its layers see all tokens. Those are the last ones."""
     num_state_slots: int = 0
     """Slots for recurrent state, with ids 1..num_state_slots. Slot 0 is the runner's scratch slot. 0: the model has no
     recurrent state."""
@@ -132,10 +149,16 @@ class EngineConfig(EngineLimits):
         for name in ("num_blocks", "max_model_len", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_model_len > self.num_blocks * self.block_size:
+        if self.windows != tuple(sorted(self.windows, key=lambda window: window is None)):
+            raise ValueError(f"windows is {self.windows}; tables without a window must be the last ones")
+        blocks = self.sequence_blocks
+        if blocks.num_blocks(self.max_model_len) > self.num_blocks:
+            size = f"{self.block_size}"
+            if blocks.num_tables > 1:
+                size = f"{self.block_size} tokens in {blocks.num_tables} tables"
             raise ValueError(
                 f"max_model_len ({self.max_model_len}) exceeds the KV cache of {self.num_blocks} blocks x "
-                f"{self.block_size} = {self.num_blocks * self.block_size} tokens; "
+                f"{size} = {blocks.num_tokens(self.num_blocks)} tokens; "
                 "lower max_model_len or give the cache more memory"
             )
         if 0 < self.num_state_slots < self.state_slots_per_sequence:
@@ -156,6 +179,7 @@ class EngineConfig(EngineLimits):
             return self.max_num_seqs
         return min(self.max_num_seqs, self.num_state_slots // self.state_slots_per_sequence)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+    @property
+    def sequence_blocks(self) -> SequenceBlocks:
+        """Blocks that a sequence holds by its length."""
+        return sequence_blocks(self, self.windows, is_asynchronous=self.async_scheduling)

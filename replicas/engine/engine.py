@@ -58,6 +58,7 @@ class Engine:
         self._identity = identity
         self._clock = clock or Clock()
         self._scheduler = Scheduler(config, BlockManager(config))
+        self._rule = config.sequence_blocks
         self._stats = EngineStats(config)
         self._pipeline = Pipeline(runner, self._scheduler, self._clock, config)
         self._output_processors: dict[str, OutputProcessor] = {}
@@ -141,7 +142,7 @@ class Engine:
         for sequence in self._scheduler.running:
             band = sequence.effective_band
             running[band] += 1
-            held_blocks[band] += len(sequence.block_table)
+            held_blocks[band] += sequence.num_blocks
             parts.count(sequence, band)
         return ReplicaStats(
             replica_id=self._identity.replica_id,
@@ -166,6 +167,8 @@ class Engine:
             version=self._version,
             num_state_slots=self._config.num_state_slots,
             num_free_state_slots=self._scheduler.blocks.states.num_free_slots,
+            num_whole_tables=self._rule.num_whole_tables,
+            most_window_blocks=self._rule.most_window_blocks,
         )
 
     def served_tokens(self) -> tuple[TenantTokens, ...]:

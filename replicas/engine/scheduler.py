@@ -357,12 +357,10 @@ class Scheduler:
             return False
         if self._config.kv_pressure_policy is KVPressurePolicy.PAUSE_NEW:
             num_tokens = sequence.request.max_total_tokens
-            growth = sum(
-                self._config.blocks_for(other.request.max_total_tokens) - len(other.block_table) for other in others
-            )
+            growth = sum(self.blocks.growth(other, other.request.max_total_tokens) for other in others)
         else:
             # Reserve one block of growth for each; otherwise a sequence admitted now may be preempted a step later.
-            num_tokens, growth = sequence.num_tokens, len(others)
+            num_tokens, growth = sequence.num_tokens, self.blocks.next_growth(others)
         return self.blocks.shortfall(sequence, num_tokens, without) + growth <= 0
 
     def _yield(self, sequence: Sequence) -> None:

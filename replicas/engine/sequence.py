@@ -84,11 +84,15 @@ class PhaseTimes:
 class Sequence:
     """Sequence: its known tokens, the number of computed ones, and the blocks that hold their KV.
 
+    A block table belongs to a group of layers. In the table of layers with a window, the places of blocks that no later
+    token sees hold 0.
+
     A step in flight computes tokens of the sequence and samples one. The sampled token is a placeholder until the step
     is collected: it counts like a known token, but only the device knows its value.
 
     Invariants:
-        0 <= num_scheduled_tokens <= num_tokens; the blocks of `block_table` have room for the scheduled tokens.
+        0 <= num_scheduled_tokens <= num_tokens; the blocks of each table have room for the scheduled tokens.
+        No table is shorter than `block_table`.
         0 <= num_computed_tokens <= len(token_ids): every computed token is known.
         WAITING or FINISHED <=> `block_table` is empty. Preemption keeps the tokens and placeholders.
         The first `num_preempted_tokens` tokens were computed or in flight when a preemption took their blocks.
@@ -130,6 +134,10 @@ class Sequence:
         self.has_bad_phrases = any(len(word) > 1 for word in params.bad_words)
         """True if the earlier tokens in their order forbid some next ones."""
         self.block_table: list[int] = []
+        self.more_tables: list[list[int]] = []
+        """Block tables after the first one, if the model's layers are in several groups."""
+        self.num_blocks = 0
+        """Number of blocks in all tables."""
         self.block_hashes: list[bytes] = []
         self.state_slots: list[HeldSlot] = []
         """Slots with recurrent state, in order of the steps that write them; the next step reads the last one."""

@@ -92,9 +92,9 @@ class TenantBlocks:
         for sequence in running:
             if sequence.effective_band is band:
                 self._of_band.append(sequence)
-                self._held[sequence.request.tenant] += len(sequence.block_table)
+                self._held[sequence.request.tenant] += sequence.num_blocks
             elif sequence.effective_band < band:
-                num_blocks -= len(sequence.block_table)
+                num_blocks -= sequence.num_blocks
         self.share = fair_share(num_blocks, num_tenants)
 
     def is_below_share(self, tenant: str) -> bool:
@@ -120,7 +120,7 @@ class TenantBlocks:
         """
         left, yielding = self._held.copy(), []
         for sequence in reversed(self._of_band):
-            tenant, num_blocks = sequence.request.tenant, len(sequence.block_table)
+            tenant, num_blocks = sequence.request.tenant, sequence.num_blocks
             if left[tenant] - num_blocks >= self.share and may_yield(sequence):
                 left[tenant] -= num_blocks
                 yielding.append(sequence)

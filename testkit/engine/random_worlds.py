@@ -6,21 +6,27 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from replicas.engine.config import EngineConfig, KVPressurePolicy
+from replicas.engine.config import EngineConfig, EngineLimits, KVPressurePolicy, sequence_blocks
 from replicas.errors import DeadlineExceeded, Overloaded
 from replicas.protocol import Band, FinishReason, GenerateRequest
 from testkit.engine.shadow_runner import Outcome, World, config, request
 
 
-def random_config(rng: random.Random, **changes: object) -> EngineConfig:
+def random_config(
+    rng: random.Random, windows: tuple[int | None, ...] = (None,), **changes: object
+) -> EngineConfig:
     num_blocks, block_size = rng.randint(3, 14), rng.choice([1, 2, 4, 5])
     max_num_seqs = rng.randint(1, 5)
+    limits = EngineLimits(block_size, max_num_seqs, max_num_seqs + rng.randint(1, 8))
+    num_blocks *= len(windows)
+    longest = sequence_blocks(limits, windows, is_asynchronous=True).num_tokens(num_blocks)
     return config(
         num_blocks=num_blocks,
+        windows=windows,
         block_size=block_size,
-        max_model_len=rng.randint(2, num_blocks * block_size),
+        max_model_len=rng.randint(2, min(longest, 70)),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + rng.randint(1, 8),
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         max_num_partial_prefills=rng.randint(1, 3),
         enable_prefix_caching=rng.random() < 0.8,
         kv_pressure_policy=rng.choice(list(KVPressurePolicy)),

@@ -113,7 +113,8 @@ class ShadowRunner:
 
     def __init__(self, block_size: int, step_s: float = 0.0, clock: FakeClock | None = None) -> None:
         self._block_size = block_size
-        self._slots: dict[tuple[int, int], int] = {}
+        self.windows: tuple[int | None, ...] = (None,)
+        self._slots: dict[tuple[int, int], tuple[int, int]] = {}
         self._step_s, self._clock = step_s, clock
         self.has_states = False
         self.states = ShadowStates(block_size)
@@ -155,19 +156,30 @@ class ShadowRunner:
         for position, token_id in enumerate(self._known(item)):
             prefix = prefix_hash(prefix, token_id)
             prefixes.append(prefix)
-            block = sequence.block_table[position // self._block_size]
-            slot = (block, position % self._block_size)
-            assert block > 0, "wrote to the scratch block"
-            if position >= item.start:
-                self._slots[slot] = prefix
-                if sequence.request.params.prompt_logprobs is not None and position + 1 < sequence.num_prompt_tokens:
-                    following = sequence.token_ids[position + 1]
-                    prompt_logprobs.append(PositionLogprobs(TokenLogprob(following, -float(position + 1)), ()))
-            assert self._slots.get(slot) == prefix, f"stale read of {slot} by {sequence.request_id} at {position}"
+            is_scored = sequence.request.params.prompt_logprobs is not None and item.start <= position
+            if is_scored and position + 1 < sequence.num_prompt_tokens:
+                following = sequence.token_ids[position + 1]
+                prompt_logprobs.append(PositionLogprobs(TokenLogprob(following, -float(position + 1)), ()))
+            self._write_and_read(item, position, prefix)
         if self.has_states and sequence.request_id != PROBE:
             self.states.move(item, prefixes)
         sampled = next_token(prefix) if item.samples else None
         return ItemResult(token_id=sampled, prompt_logprobs=tuple(prompt_logprobs))
+
+
+    def _write_and_read(self, item: ScheduledSequence, position: int, prefix: int) -> None:
+        """Write the prefix up to `position`, or read it if an earlier step wrote it, in each table that has it."""
+        sequence = item.sequence
+        windows = (None,) if sequence.request_id == PROBE else self.windows
+        for number, window in enumerate(windows):
+            if window is not None and position <= item.start - window:
+                continue
+            table = (sequence.block_table, *sequence.more_tables)[number]
+            slot = (table[position // self._block_size], position % self._block_size)
+            assert slot[0] > 0, "used the scratch block"
+            if position >= item.start:
+                self._slots[slot] = (number, prefix)
+            assert self._slots.get(slot) == (number, prefix), f"stale read of {slot} at {position} of {sequence}"
 
 
 class ShadowStep:
@@ -256,6 +268,7 @@ class World:
         self.clock = FakeClock()
         self.runner = make_runner(config.block_size, step_s, self.clock)
         self.runner.has_states = config.num_state_slots > 0
+        self.runner.windows = config.windows
         self.engine = Engine(config, self.runner, decoders, IDENTITY, self.clock.clock())
         self.outcomes: dict[str, Outcome] = {}
         self.added_s: dict[str, float] = {}

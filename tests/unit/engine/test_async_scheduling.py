@@ -21,7 +21,7 @@ from tests.unit.engine.test_async_engine import collect, running, token_ids, unt
 from tests.unit.engine.test_engine_metrics import num_computed, prompt_of, wasted
 
 EOS = frozenset({3, 31, 59})
-_GARBAGE = -1
+_GARBAGE = (-1, -1)
 _MAX_ITEMS = 5
 
 
@@ -88,8 +88,9 @@ class PipelinedRunner(ShadowRunner):
                 self.states.spoil(item)
 
     def _slots_of(self, item: ScheduledSequence) -> list[tuple[int, int]]:
-        table, size = item.sequence.block_table, self._block_size
-        return [(table[position // size], position % size) for position in range(item.start, item.end)]
+        tables, size = (item.sequence.block_table, *item.sequence.more_tables), self._block_size
+        positions = range(item.start, item.end)
+        return [(table[position // size], position % size) for table in tables for position in positions]
 
 
 class PipelinedWorld(World):

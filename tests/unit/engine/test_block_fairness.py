@@ -39,7 +39,7 @@ def held(world: World) -> Counter[str]:
     """Return the number of blocks by tenant."""
     blocks: Counter[str] = Counter()
     for sequence in world.engine._scheduler.running:
-        blocks[sequence.request.tenant] += len(sequence.block_table)
+        blocks[sequence.request.tenant] += sequence.num_blocks
     return blocks
 
 
@@ -123,20 +123,20 @@ def test_whoever_yields_keeps_its_share(seed: int) -> None:
     for number in range(rng.randint(1, 12)):
         asked = replace(request(f"r{number}", (1,), 1, rng.choice(list(Band))), tenant=rng.choice("aaabc"))
         running.append(Sequence(asked, 0.0, None, number))
-        running[-1].block_table = list(range(rng.randint(1, 20)))
+        running[-1].num_blocks = rng.randint(1, 20)
     running.sort(key=lambda sequence: sequence.urgency)
     band = rng.choice(list(Band))
     of_band = [sequence for sequence in running if sequence.band is band]
     num_tenants = max(1, len({sequence.request.tenant for sequence in of_band})) + rng.randint(0, 2)
-    more_urgent = sum(len(sequence.block_table) for sequence in running if sequence.band < band)
-    num_blocks = sum(len(sequence.block_table) for sequence in running)
+    more_urgent = sum(sequence.num_blocks for sequence in running if sequence.band < band)
+    num_blocks = sum(sequence.num_blocks for sequence in running)
     blocks = TenantBlocks(running, band, num_blocks, num_tenants)
     assert blocks.share == max(1, (num_blocks - more_urgent) // num_tenants)
     yielding = blocks.yielding(lambda sequence: rng.random() < 0.9)
     left = [sequence for sequence in of_band if sequence not in yielding]
     assert len(set(yielding)) == len(yielding) and set(yielding) <= set(of_band)
     for tenant in {sequence.request.tenant for sequence in yielding}:
-        assert sum(len(s.block_table) for s in left if s.request.tenant == tenant) >= blocks.share
+        assert sum(s.num_blocks for s in left if s.request.tenant == tenant) >= blocks.share
     if num_tenants == 1 and num_blocks > more_urgent:
         assert not yielding
 
