@@ -12,7 +12,7 @@ from pathlib import Path
 
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.batch import ModelRunner
-from replicas.engine.config import EngineConfig, EngineLimits
+from replicas.engine.config import EngineConfig, EngineLimits, sequence_blocks
 from replicas.engine.constraint import ConstraintCompiler
 from replicas.engine.engine import Engine
 from replicas.engine.engine_thread import EngineThread
@@ -67,6 +67,8 @@ class Backend:
     """True if penalties need no token on the host."""
     notes: tuple[str, ...] = ()
     """Faults of the checkpoint with which the model can be served all the same, and lowered limits, a sentence each."""
+    windows: tuple[int | None, ...] = (None,)
+    """Window of each block table of a sequence, tokens; None: its layers see all tokens."""
     num_state_slots: int = 0
     """Slots for recurrent state; 0: the model has none."""
     limits: EngineLimits | None = None
@@ -90,10 +92,12 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
     warmed_s = time.monotonic()
     warm_up(runner, limits)
     warm_step_s = time.monotonic() - warmed_s
+    lowered = describe_lowered(options.limits, limits, runner.num_blocks, len(runner.windows))
     return Backend(
         runner=runner,
         decoders=lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids, request.params),
         num_blocks=runner.num_blocks,
+        windows=runner.windows,
         num_state_slots=runner.num_state_slots,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
@@ -107,7 +111,10 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         if loaded.tokenizer is None
         else GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
         counts_tokens=runner.counts_tokens,
-        notes=(*loaded.notes, *filter(None, [describe_lowered(options.limits, limits, runner.num_blocks)])),
+        notes=(
+            *loaded.notes,
+            *filter(None, [describe_lowered(options.limits, limits, runner.num_blocks, len(runner.windows))]),
+        ),
         limits=limits,
         warm_step_s=warm_step_s,
     )
@@ -209,12 +216,14 @@ def weights_digest(path: str, precision: str) -> str:
 
 def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
     """Return the engine's complete limits. If no `max_model_len` was chosen, a small KV cache lowers the model's."""
-    limits = asdict(backend.limits or options.limits)
-    max_model_len = backend.max_model_len
-    if options.model.max_model_len is None:
-        max_model_len = min(max_model_len, backend.num_blocks * options.limits.block_size)
+    engine_limits = backend.limits or options.limits
+    limits = asdict(engine_limits)
     if options.limits.async_scheduling is None:
         limits["async_scheduling"] = backend.device.startswith("cuda")
+    max_model_len = backend.max_model_len
+    if options.model.max_model_len is None:
+        blocks = sequence_blocks(engine_limits, backend.windows, is_asynchronous=limits["async_scheduling"])
+        max_model_len = min(max_model_len, blocks.num_tokens(backend.num_blocks))
     auto_s = 0.0 if backend.device == "cpu" else _TPOT_S
     limits["tpot_targets_s"] = tuple(
         auto_s if target_s is Auto.AUTO else target_s for target_s in options.limits.tpot_targets_s
@@ -222,6 +231,7 @@ def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
     return EngineConfig(
         **limits,
         num_blocks=backend.num_blocks,
+        windows=backend.windows,
         num_state_slots=backend.num_state_slots,
         max_model_len=max_model_len,
         counts_on_device=backend.counts_tokens,

@@ -57,7 +57,8 @@ def make_engine(
     """
     fixed = {
         "num_blocks": runner.num_blocks,
-        "max_model_len": min(runner.max_model_len, runner.num_blocks * runner.block_size),
+        "windows": runner.windows,
+        "max_model_len": min(runner.max_model_len, runner.num_blocks // len(runner.windows) * runner.block_size),
         "block_size": runner.block_size,
         "enable_prefix_caching": False,
         "vocab_size": runner.vocab_size,

@@ -103,9 +103,7 @@ def state_slots_per_sequence(*, is_asynchronous: bool) -> int:
     return 3 if is_asynchronous else 2
 
 
-def sequence_blocks(
-    limits: EngineLimits, windows: tuple[int | None, ...], *, is_asynchronous: bool
-) -> SequenceBlocks:
+def sequence_blocks(limits: EngineLimits, windows: tuple[int | None, ...], *, is_asynchronous: bool) -> SequenceBlocks:
     """Return the blocks that a sequence holds by its length, in tables with `windows`.
 
     A windowed table has blocks for the window, for the tokens of each step in flight, and for those of the next step.

@@ -119,9 +119,7 @@ class Sequence:
         self.is_promoted = request.is_promoted
         self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.num_computed_tokens = 0
-        self.num_in_flight_tokens = 0
-        self.num_placeholder_tokens = 0
+        self.num_computed_tokens = self.num_in_flight_tokens = self.num_placeholder_tokens = 0
         self.num_forced_tokens = 0
         """Tokens at the end that the constraint forced, and that are neither computed nor in flight."""
         # The last allowed output token is never computed, as no token follows it.

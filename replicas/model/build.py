@@ -12,7 +12,8 @@ from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import LOWERED_LIMITS, EngineLimits
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionBackend
-from replicas.model.attention.kv_cache import KVCache, bytes_per_block, num_tensors
+from replicas.model.attention.kv_cache import KVCache, num_tensors
+from replicas.model.attention.layer_groups import bytes_of_block, group_layers, grouped_cache, one_group
 from replicas.model.attention.select import FlashAndTriton, choose_attention
 from replicas.model.attention.state_cache import StateCache, bytes_per_slot
 from replicas.model.batch.inputs import batches_of_every_kind, dummy_batches, dummy_item
@@ -68,10 +69,11 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     cache_dtype = choose_cache_dtype(options.kv_cache_dtype, loaded.dtype)
     attention = choose_attention(loaded.attention_spec(limits.block_size, cache_dtype), options.attention_backend)
     graphs = _graph_builder(loaded, attention, options)
-    block_bytes = bytes_per_block(loaded.layers, limits.block_size, cache_dtype)
-
-    slot_bytes = bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
     has_gpu = loaded.device.type == "cuda"
+    # The block tables in CUDA graphs belong to one group.
+    groups = one_group(loaded.layers) if has_gpu else group_layers(loaded.layers, loaded.max_model_len, cache_dtype)
+    block_bytes = bytes_of_block(groups, limits.block_size, cache_dtype)
+    slot_bytes = bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
 
     def room(tried: EngineLimits) -> Room:
         whole = Room(options.kv_cache_bytes, f"kv_cache_bytes is {options.kv_cache_bytes}")
@@ -82,8 +84,8 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
         num_slots = choose_state_slots(whole.num_bytes, slot_bytes, tried, whole.reason, has_gpu=has_gpu)
         return whole.beside_states(num_slots, slot_bytes)
 
-    limits, num_blocks, num_slots = fit_limits(limits, block_bytes, room)
-    cache = KVCache(loaded.layers, num_blocks, limits.block_size, cache_dtype, loaded.device)
+    limits, num_blocks, num_slots = fit_limits(limits, block_bytes, room, len(groups))
+    cache = grouped_cache(groups, num_blocks, limits.block_size, cache_dtype, loaded.device)
     if num_slots:
         cache.states = StateCache(loaded.state_layers, num_slots, limits.block_size, loaded.dtype, loaded.device)
     captured = None if graphs is None else graphs.captured(cache, limits)
@@ -92,11 +94,12 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
 
 
 def fit_limits(
-    limits: EngineLimits, block_bytes: int, room: Callable[[EngineLimits], Room]
+    limits: EngineLimits, block_bytes: int, room: Callable[[EngineLimits], Room], num_tables: int = 1
 ) -> tuple[EngineLimits, int, int]:
     """Return the limits, lowered until the KV cache holds them, its number of blocks and that of state slots.
 
-    Smaller steps take less memory beside the cache, so `room` is asked again for lowered limits.
+    A sequence has `num_tables` block tables. Smaller steps take less memory beside the cache, so `room` is asked again
+    for lowered limits.
 
     Raises:
         ModelLoadError: fewer than two blocks fit.
@@ -104,7 +107,7 @@ def fit_limits(
     while True:
         found = room(limits)
         num_blocks = found.num_bytes // block_bytes - 1  # One block is the scratch block.
-        lower = limits.held_by(num_blocks)
+        lower = limits.held_by(num_blocks // num_tables)
         if lower == limits:
             break
         limits = lower
@@ -113,13 +116,16 @@ def fit_limits(
     return limits, num_blocks, found.num_state_slots
 
 
-def describe_lowered(before: EngineLimits, after: EngineLimits, num_blocks: int) -> str | None:
-    """Return a sentence about the limits that were lowered, and the reason; None if there are none."""
+def describe_lowered(before: EngineLimits, after: EngineLimits, num_blocks: int, num_tables: int = 1) -> str | None:
+    """Return a sentence about the limits that were lowered, and the reason; None if there are none.
+
+    The cache has `num_blocks` blocks, for `num_tables` tables of each sequence.
+    """
     names = [name for name in LOWERED_LIMITS if getattr(before, name) != getattr(after, name)]
     if not names:
         return None
     lowered = " and ".join(f"{name} from {getattr(before, name):,} to {getattr(after, name):,}" for name in names)
-    num_tokens = num_blocks * after.block_size
+    num_tokens = num_blocks // num_tables * after.block_size
     return f"{lowered}: the KV cache holds {num_tokens:,} tokens; give it more memory, or set the limits to keep them"
 
 

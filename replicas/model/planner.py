@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
 from replicas.engine.sequence import Sequence
+from replicas.model.attention.kv_cache import KVCache
 from replicas.model.batch.inputs import InputPlan, wants_prompt_logprobs
 from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer, Span
 from replicas.model.cuda_graphs.padding import PaddedPlan, StepPadding
@@ -105,13 +106,14 @@ class StepPlanner:
     """
 
     def __init__(
-        self, loaded: LoadedModel, block_size: int, padding: StepPadding | None, slots: CountSlots | None
+        self, loaded: LoadedModel, cache: KVCache, padding: StepPadding | None, slots: CountSlots | None
     ) -> None:
-        """Make a planner. Batches that `padding` has a shape for are padded.
+        """Make a planner of steps over `cache`. Batches that `padding` has a shape for are padded.
 
         `slots` are those of the counts on the device; None: the host counts the tokens for penalties.
         """
-        self._block_size = block_size
+        self._block_size = cache.block_size
+        self._factors = [group.layers_per_column for group in cache.groups]
         self._padding = padding
         self._slots = slots
         self._sampling = SamplingPlanner(
@@ -173,7 +175,7 @@ class StepPlanner:
     def _flat_pass(
         self, items: list[ScheduledSequence], targets: list[int], max_top: int, to_device: HostToDeviceBuffer
     ) -> FlatPass:
-        inputs = InputPlan.of(items, self._block_size, self._last_rows, to_device)
+        inputs = InputPlan.of(items, self._block_size, self._last_rows, to_device, self._factors)
         return FlatPass(inputs, sum(item.samples for item in items), to_device.ints(targets), max_top)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from replicas.engine.batch import ItemResult, ScheduledBatch
 from replicas.model.attention.gather import GatherAttention
-from replicas.model.attention.interface import AttentionBackend
+from replicas.model.attention.interface import AttentionBackend, AttentionContext
 from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.layer_groups import GroupedAttention
 from replicas.model.attention.state_torch import TorchStates
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, no_tokens
 from replicas.model.cuda_graphs.graphs import GraphRunner
@@ -94,7 +95,7 @@ class TorchModelRunner:
         """True if penalties need no token on the host."""
         padding = None if graphs is None else StepPadding(graphs.shapes, cache.block_size, graphs.max_blocks)
         slots = None if counts is None else CountSlots(*counts.table.shape)
-        self.planner = StepPlanner(loaded, cache.block_size, padding, slots)
+        self.planner = StepPlanner(loaded, cache, padding, slots)
         """Planner of the messages."""
         self._sampler = Sampler(counts)
         self._no_tokens = self._last_tokens = no_tokens(loaded.device)
@@ -103,6 +104,11 @@ class TorchModelRunner:
     def num_blocks(self) -> int:
         """Number of blocks that sequences can hold."""
         return self._cache.num_blocks
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Window of each block table of a sequence, tokens; None: its layers see all tokens."""
+        return tuple(group.window for group in self._cache.groups)
 
     @property
     def num_state_slots(self) -> int:
@@ -189,7 +195,11 @@ class TorchModelRunner:
     def _logits(self, flat: FlatPass, on_device: DeviceBuffer) -> Tensor:
         """Return logits [num_rows, vocab_size] of the rows that the pass needs, in the model's dtype."""
         inputs = flat.inputs.place(on_device)
-        attention = self._attention(self._cache, inputs)
+        attention: AttentionContext = (
+            GroupedAttention(self._attention, self._cache, inputs)
+            if inputs.more
+            else self._attention(self._cache, inputs)
+        )
         states = None if self._cache.states is None else TorchStates(self._cache.states, inputs)
         ids, positions = inputs.input_ids, inputs.position_ids
         return self._loaded.logits(attention, ids, positions, inputs.logits_rows, states)

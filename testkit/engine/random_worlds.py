@@ -12,9 +12,9 @@ from replicas.protocol import Band, FinishReason, GenerateRequest
 from testkit.engine.shadow_runner import Outcome, World, config, request
 
 
-def random_config(
-    rng: random.Random, windows: tuple[int | None, ...] = (None,), **changes: object
-) -> EngineConfig:
+def random_config(rng: random.Random, **changes: object) -> EngineConfig:
+    windows = changes.setdefault("windows", (None,))
+    assert isinstance(windows, tuple)
     num_blocks, block_size = rng.randint(3, 14), rng.choice([1, 2, 4, 5])
     max_num_seqs = rng.randint(1, 5)
     limits = EngineLimits(block_size, max_num_seqs, max_num_seqs + rng.randint(1, 8))
@@ -22,7 +22,6 @@ def random_config(
     longest = sequence_blocks(limits, windows, is_asynchronous=True).num_tokens(num_blocks)
     return config(
         num_blocks=num_blocks,
-        windows=windows,
         block_size=block_size,
         max_model_len=rng.randint(2, min(longest, 70)),
         max_num_seqs=max_num_seqs,

@@ -166,7 +166,6 @@ class ShadowRunner:
         sampled = next_token(prefix) if item.samples else None
         return ItemResult(token_id=sampled, prompt_logprobs=tuple(prompt_logprobs))
 
-
     def _write_and_read(self, item: ScheduledSequence, position: int, prefix: int) -> None:
         """Write the prefix up to `position`, or read it if an earlier step wrote it, in each table that has it."""
         sequence = item.sequence

@@ -10,13 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from replicas.engine.batch import ItemResult, ModelRunner, ScheduledSequence
-from replicas.engine.config import EngineConfig
+from replicas.engine.config import EngineConfig, EngineLimits, sequence_blocks
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
 from replicas.model.attention.cpp import CppAttention
 from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import ATTENTION_NAME, AttentionBackend, AttentionPort, register_attention
-from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.layer_groups import group_layers, grouped_cache
 from replicas.model.attention.probe import probe_attention
 from replicas.model.attention.select import choose_attention
 from replicas.model.attention.state_cache import StateCache
@@ -120,7 +120,10 @@ def make_runner(
     If `counts_on_device`, penalties apply as on a GPU. `cache_dtype` is that of the KV cache. `max_mixed` is the number
     of tokens of the largest padded step with prompts.
     """
-    cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, cache_dtype or loaded.dtype, loaded.device)
+    dtype = cache_dtype or loaded.dtype
+    layers = loaded.layers if planned is None else [replace(layer, window=None) for layer in loaded.layers]
+    groups = group_layers(layers, MAX_MODEL_LEN, dtype)
+    cache = grouped_cache(groups, sizes.num_blocks, sizes.block_size, dtype, loaded.device)
     if loaded.state_layers:
         cache.states = StateCache(
             loaded.state_layers, sizes.num_state_slots, sizes.block_size, loaded.dtype, loaded.device
@@ -143,10 +146,13 @@ def engine_over(
     launcher: ModelRunner | None = None,
 ) -> Engine:
     """Return an engine over `runner`; see `build_engine`. Its steps are launched by `launcher`; None: by the runner."""
+    limits = EngineLimits(sizes.block_size, sizes.max_num_seqs, sizes.max_num_batched_tokens)
+    blocks = sequence_blocks(limits, runner.windows, is_asynchronous=is_ahead)
     config = EngineConfig(
         num_blocks=sizes.num_blocks,
         num_state_slots=runner.num_state_slots,
-        max_model_len=min(loaded.max_model_len, sizes.num_blocks * sizes.block_size),
+        windows=runner.windows,
+        max_model_len=min(loaded.max_model_len, blocks.num_tokens(sizes.num_blocks)),
         block_size=sizes.block_size,
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,

@@ -11,6 +11,7 @@ which they come.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,18 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of one window. A sequence has a block table for them."""
+
+    layers: tuple[AttentionLayer, ...]
+    window: int | None
+    """Most tokens that a token sees in any of the layers; None: all before it."""
+    layers_per_column: int = 1
+    """Layers in one column of a block. Block i is number i * layers_per_column in the tensors of each layer."""
+    num_columns: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCache:
     """Keys and values of one layer. Slot s is position s % block_size of block s // block_size.
 
@@ -65,6 +78,26 @@ class LayerCache:
     value_scales: Tensor | None = None
     has_values_in_keys: bool = False
     """True if values and their scales are views of the keys and theirs."""
+
+    def divided(self, layer: AttentionLayer, number: int, index: int) -> LayerCache:
+        """Return a view for `layer`, of which `number` layers share this cache.
+
+        The `index`-th has the block after those of the ones before it: entry `number` * i of its tensors is block i.
+        """
+
+        def view(numbers: Tensor, *shape: int) -> Tensor:
+            return numbers.view(numbers.shape[0] * number, *shape)[index:]
+
+        block_size, num_heads = self.keys.shape[1], layer.num_kv_heads
+        keys = view(self.keys, block_size, num_heads, layer.key_size)
+        key_scales, value_scales = (
+            None if scales is None else view(scales, num_heads, block_size)
+            for scales in (self.key_scales, self.value_scales)
+        )
+        if self.has_values_in_keys:
+            return LayerCache(keys, keys[..., : layer.value_size], key_scales, key_scales, has_values_in_keys=True)
+        values = view(self.values, block_size, num_heads, layer.value_size)
+        return LayerCache(keys, values, key_scales, value_scales)
 
     @property
     def parts(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
@@ -151,6 +184,8 @@ class KVCache:
         self.block_size = block_size
         self.states: StateCache | None = None
         """State slots beside the blocks; None: the model has no recurrent state."""
+        self.groups: tuple[LayerGroup, ...] = (LayerGroup(tuple(layers), None),)
+        """Groups of layers. Each has block tables of its own."""
         self.dtype = dtype
         self.is_quantized = is_quantized(dtype)
         """True if keys and values have 8 bits and scales."""
@@ -168,12 +203,29 @@ class KVCache:
             return LayerCache(keys, values, key_scales, value_scales)
 
         owners = {layer.index: layer_cache(layer) for layer in with_cache(layers)}
-        self._layers = {
-            layer.index: owners[layer.index if layer.kv_source is None else layer.kv_source] for layer in layers
-        }
+        self._layers = _with_sharing(owners, layers)
+
+    def shared_by(self, groups: Sequence[LayerGroup]) -> KVCache:
+        """Return the cache of `groups` that share the blocks of this one. Its layers are the columns of a block."""
+        cache = copy(self)
+        cache.groups = tuple(groups)
+        cache._layers = {}
+        for group in groups:
+            number = group.layers_per_column
+            owners = {
+                layer.index: self[place // number].divided(layer, number, place % number)
+                for place, layer in enumerate(with_cache(group.layers))
+            }
+            cache._layers |= _with_sharing(owners, group.layers)
+        return cache
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self._layers[layer]
+
+
+def _with_sharing(owners: dict[int, LayerCache], layers: Iterable[AttentionLayer]) -> dict[int, LayerCache]:
+    """Return the cache of each layer, with those that use the keys and values of another one."""
+    return {layer.index: owners[layer.index if layer.kv_source is None else layer.kv_source] for layer in layers}
 
 
 def is_quantized(dtype: torch.dtype) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class BatchInputs:
     logits_rows: Tensor  # [num_rows] int64: rows of the tokens whose logits are computed, in order of the items
     chunks: tuple[Chunk, ...]
     """Chunks on the host, one per item. The attention backends make their own plans from them."""
+    more: tuple[BatchInputs, ...] = ()
+    """Inputs for the groups of layers after the first one. They differ in slots, partial blocks and block tables."""
 
 
 def wants_prompt_logprobs(item: ScheduledSequence) -> bool:
@@ -78,20 +80,19 @@ def build_inputs(items: Items[ScheduledSequence], block_size: int, device: torch
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """Numbers of a flat batch on the host: one for each token in `input_ids`, `positions` and `slots`."""
+    """Numbers of a flat batch on the host: one for each token in `input_ids` and `positions`."""
 
     input_ids: list[int]
     """Token ids; in the place of a placeholder its index among the tokens of the step before, which is negative."""
     positions: list[int]
-    slots: list[int]
     logits_rows: list[int]
     first_rows: list[int]
     """Row of each item's first token."""
 
     @classmethod
-    def of(cls, items: Items[ScheduledSequence], block_size: int, last_rows: LastRows) -> FlatBatch:
+    def of(cls, items: Items[ScheduledSequence], last_rows: LastRows) -> FlatBatch:
         """Concatenate the tokens of `items`."""
-        batch = cls([], [], [], [], [])
+        batch = cls([], [], [], [])
         input_ids = batch.input_ids
         for item in items:
             first_row = len(input_ids)
@@ -99,7 +100,6 @@ class FlatBatch:
             if len(input_ids) < first_row + item.num_tokens:
                 input_ids.append(last_rows[item.sequence])
             batch.positions.extend(range(item.start, item.end))
-            _extend_slots(batch.slots, item, block_size)
             batch.logits_rows.extend(range(len(input_ids) - num_logits_rows(item), len(input_ids)))
             batch.first_rows.append(first_row)
         return batch
@@ -111,15 +111,69 @@ def known_ids(input_ids: Tensor, last_tokens: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """Inputs of a pass for one group of layers in a step's numbers, and its chunks."""
+
+    slots: Span
+    partial_blocks: Span
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def of(
+        cls,
+        items: Items[ScheduledSequence],
+        tables: Items[array[int]],
+        first_rows: Items[int],
+        block_size: int,
+        to_device: HostToDeviceBuffer,
+    ) -> GroupPlan:
+        """Plan the inputs of the group with these block tables, and add their numbers to `to_device`."""
+        return cls(
+            to_device.ints(flat_slots(items, tables, block_size)),
+            to_device.ints(_partial_blocks(items, tables, block_size)),
+            tuple(
+                Chunk(row, item.start, item.end, table, item.state)
+                for row, item, table in zip(first_rows, items, tables, strict=True)
+            ),
+        )
+
+
+def _tables(items: Items[ScheduledSequence], number: int, factor: int) -> list[array[int]]:
+    """Return copies of the items' block tables for the group of this number, with block ids times `factor`.
+
+    Dummy sequences have one table for all groups.
+    """
+    tables = []
+    for item in items:
+        sequence = item.sequence
+        table = sequence.more_tables[number - 1] if number and sequence.more_tables else sequence.block_table
+        tables.append(array("i", table if factor == 1 else [block * factor for block in table]))
+    return tables
+
+
+def flat_slots(items: Items[ScheduledSequence], tables: Items[Items[int]], block_size: int) -> list[int]:
+    """Return the slot of each token of `items`, which have these block tables."""
+    slots: list[int] = []
+    for item, table in zip(items, tables, strict=True):
+        position, end = item.start, item.end
+        while position < end:
+            index, offset = divmod(position, block_size)
+            length = min(block_size - offset, end - position)
+            first = table[index] * block_size + offset
+            slots.extend(range(first, first + length))
+            position += length
+    return slots
+
+
+@dataclass(frozen=True, slots=True)
 class InputPlan:
     """Inputs of a pass over a flat batch in a step's numbers, and its chunks."""
 
     input_ids: Span
     positions: Span
-    slots: Span
-    partial_blocks: Span
     logits_rows: Span
-    chunks: tuple[Chunk, ...]
+    groups: tuple[GroupPlan, ...]
+    """Inputs for each group of layers."""
     has_placeholders: bool
 
     @classmethod
@@ -129,18 +183,20 @@ class InputPlan:
         block_size: int,
         last_rows: LastRows,
         to_device: HostToDeviceBuffer,
+        factors: Items[int] = (1,),
     ) -> InputPlan:
-        """Plan a pass over `items` and add its numbers to `to_device`."""
-        batch = FlatBatch.of(items, block_size, last_rows)
+        """Plan a pass over `items` and add its numbers to `to_device`.
+
+        A block of a group of layers has the number id * factor in their tensors.
+        """
+        batch = FlatBatch.of(items, last_rows)
         return cls(
             to_device.ints(batch.input_ids),
             to_device.ints(batch.positions),
-            to_device.ints(batch.slots),
-            to_device.ints(_partial_blocks(items, block_size)),
             to_device.ints(batch.logits_rows),
             tuple(
-                Chunk(row, item.start, item.end, array("i", item.sequence.block_table), item.state)
-                for row, item in zip(batch.first_rows, items, strict=True)
+                GroupPlan.of(items, _tables(items, number, factor), batch.first_rows, block_size, to_device)
+                for number, factor in enumerate(factors)
             ),
             has_placeholders=min(batch.input_ids) < 0,
         )
@@ -150,34 +206,29 @@ class InputPlan:
         input_ids = on_device.ints(self.input_ids)
         if self.has_placeholders:
             input_ids = known_ids(input_ids, on_device.last_tokens)
-        return BatchInputs(
-            input_ids=input_ids[None],
-            position_ids=on_device.ints(self.positions)[None],
-            slots=on_device.ints(self.slots),
-            partial_blocks=on_device.ints(self.partial_blocks) if self.partial_blocks else None,
-            logits_rows=on_device.ints(self.logits_rows),
-            chunks=self.chunks,
+        input_ids, positions = input_ids[None], on_device.ints(self.positions)[None]
+        logits_rows = on_device.ints(self.logits_rows)
+        first, *more = (
+            BatchInputs(
+                input_ids,
+                positions,
+                on_device.ints(group.slots),
+                on_device.ints(group.partial_blocks) if group.partial_blocks else None,
+                logits_rows,
+                group.chunks,
+            )
+            for group in self.groups
         )
+        return replace(first, more=tuple(more)) if more else first
 
 
-def _partial_blocks(items: Items[ScheduledSequence], block_size: int) -> list[int]:
+def _partial_blocks(items: Items[ScheduledSequence], tables: Items[array[int]], block_size: int) -> list[int]:
     """Return the blocks that the items begin and do not fill."""
     return [
-        item.sequence.block_table[item.end // block_size]
-        for item in items
+        table[item.end // block_size]
+        for item, table in zip(items, tables, strict=True)
         if item.end % block_size > 0 and item.end - item.end % block_size >= item.start
     ]
-
-
-def _extend_slots(slots: list[int], item: ScheduledSequence, block_size: int) -> None:
-    """Append the item's slots to `slots`, one block at a time."""
-    position, end, block_table = item.start, item.end, item.sequence.block_table
-    while position < end:
-        index, offset = divmod(position, block_size)
-        length = min(block_size - offset, end - position)
-        first = block_table[index] * block_size + offset
-        slots.extend(range(first, first + length))
-        position += length
 
 
 _TRUNCATED = SamplingParams(max_tokens=1, top_p=0.9)

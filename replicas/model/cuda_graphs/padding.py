@@ -11,7 +11,7 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.model.batch.inputs import FlatBatch, LastRows
+from replicas.model.batch.inputs import FlatBatch, LastRows, flat_slots
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 
 
@@ -199,7 +199,8 @@ class StepPadding:
 
     def _mixed(self, items: Items[ScheduledSequence], shape: StepShape, last_rows: LastRows) -> tuple[list[int], ...]:
         """Return the parts of the inputs of any step."""
-        batch = FlatBatch.of(items, self._block_size, last_rows)
+        batch = FlatBatch.of(items, last_rows)
+        slots = flat_slots(items, [item.sequence.block_table for item in items], self._block_size)
         num_tokens = len(batch.input_ids)
         decodes: list[int] = []
         chunks: list[int] = []
@@ -207,7 +208,7 @@ class StepPadding:
             of_kind = decodes if item.num_tokens == 1 else chunks
             of_kind += (row, item.start, item.num_tokens, table_row)
         chunks += (num_tokens, 0, shape.num_tokens - num_tokens, -1)
-        parts = (batch.input_ids, batch.positions, batch.slots, batch.logits_rows, decodes, chunks)
+        parts = (batch.input_ids, batch.positions, slots, batch.logits_rows, decodes, chunks)
         for part, num_words in zip(parts, shape.columns, strict=True):
             part += [0] * (num_words - len(part))  # A chunk of no tokens takes no rows.
         return parts

@@ -1,19 +1,15 @@
 """Blocks of layers with a window: given back behind it, cached, shared and bounded, with the same answers."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
-from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig
-from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.protocol import Band, SequenceBlocks
 from testkit.engine.random_worlds import play, random_config, random_request
-from testkit.engine.shadow_runner import ShadowRunner, World, config, continuation, prompt, request
+from testkit.engine.shadow_runner import ShadowRunner, World, config, continuation
 from tests.seeds import Seeds
 from tests.unit.engine.test_async_scheduling import EOS, PipelinedWorld, check_outcomes
-from tests.unit.engine.test_state_slots import RepeatingRunner, hits
+from tests.unit.engine.test_state_slots import RepeatingRunner
 
 WINDOWS: tuple[tuple[int | None, ...], ...] = ((1, None), (6, None), (6, 6, None), (3, 9, None), (5, None, None), (7,))
 NUM_OPERATIONS = 2_500
@@ -25,7 +21,7 @@ def windowed(**changes: object) -> EngineConfig:
 
 def random_windowed(rng: random.Random, **changes: object) -> EngineConfig:
     num_state_slots = rng.randint(3, 14) if rng.random() < 0.3 else 0
-    return random_config(rng, rng.choice(WINDOWS), num_state_slots=num_state_slots, **changes)
+    return random_config(rng, windows=rng.choice(WINDOWS), num_state_slots=num_state_slots, **changes)
 
 
 @pytest.mark.random_worlds(450, per_call=50)
