@@ -111,10 +111,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         if loaded.tokenizer is None
         else GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
         counts_tokens=runner.counts_tokens,
-        notes=(
-            *loaded.notes,
-            *filter(None, [describe_lowered(options.limits, limits, runner.num_blocks, len(runner.windows))]),
-        ),
+        notes=(*loaded.notes, *filter(None, [lowered])),
         limits=limits,
         warm_step_s=warm_step_s,
     )

@@ -13,7 +13,7 @@ from replicas.engine.config import LOWERED_LIMITS, EngineLimits
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache, num_tensors
-from replicas.model.attention.layer_groups import bytes_of_block, group_layers, grouped_cache, one_group
+from replicas.model.attention.layer_groups import bytes_of_block, grouped_cache
 from replicas.model.attention.select import FlashAndTriton, choose_attention
 from replicas.model.attention.state_cache import StateCache, bytes_per_slot
 from replicas.model.batch.inputs import batches_of_every_kind, dummy_batches, dummy_item
@@ -62,7 +62,7 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     """Build a runner for `loaded` with as many KV blocks as `options` allow, and lower the limits that nobody chose.
 
     Raises:
-        ModelLoadError: fewer than two blocks fit, or a requested attention backend or kernel does not work.
+        ModelLoadError: too few blocks fit, or a requested attention backend or kernel does not work.
     """
     if loaded.is_batch_invariant and not has_draw_kernel(loaded.device):
         raise ModelLoadError("batch_invariant is true, and the kernel that it needs for sampling does not work here")
@@ -70,8 +70,7 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     attention = choose_attention(loaded.attention_spec(limits.block_size, cache_dtype), options.attention_backend)
     graphs = _graph_builder(loaded, attention, options)
     has_gpu = loaded.device.type == "cuda"
-    # The block tables in CUDA graphs belong to one group.
-    groups = one_group(loaded.layers) if has_gpu else group_layers(loaded.layers, loaded.max_model_len, cache_dtype)
+    groups = loaded.layer_groups(cache_dtype)
     block_bytes = bytes_of_block(groups, limits.block_size, cache_dtype)
     slot_bytes = bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
 
@@ -102,7 +101,7 @@ def fit_limits(
     for lowered limits.
 
     Raises:
-        ModelLoadError: fewer than two blocks fit.
+        ModelLoadError: fewer blocks fit than a short sequence needs.
     """
     while True:
         found = room(limits)
@@ -111,8 +110,10 @@ def fit_limits(
         if lower == limits:
             break
         limits = lower
-    if num_blocks < 1:
-        raise ModelLoadError(f"{found.reason} for the KV cache; two blocks need {2 * block_bytes} bytes")
+    if num_blocks < num_tables:
+        raise ModelLoadError(
+            f"{found.reason} for the KV cache; {1 + num_tables} blocks need {(1 + num_tables) * block_bytes} bytes"
+        )
     return limits, num_blocks, found.num_state_slots
 
 

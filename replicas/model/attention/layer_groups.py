@@ -8,65 +8,84 @@ the keys and values of the widest layer, which may be those of several narrower 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from replicas.model.attention.interface import AttentionBackend, AttentionCall, AttentionContext
-from replicas.model.attention.kv_cache import AttentionLayer, KVCache, LayerGroup, bytes_per_block, with_cache
+from replicas.model.attention.kv_cache import (
+    AttentionLayer,
+    KVCache,
+    LayerGroup,
+    bytes_per_block,
+    is_quantized,
+    with_cache,
+)
 from replicas.model.batch.inputs import BatchInputs
 
 _MAX_GROUPS = 16
 """Most groups: each costs the host time in every step."""
 _MAX_PADDING = 1 / 12
-"""Largest share of the blocks' bytes that no layer uses."""
+"""Largest share of the bytes for the layers of one window that none of them uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Layers of one window and size, of which `per_column` take the place of the widest layer."""
+
+    window: int | None
+    per_column: int
+    layers: list[AttentionLayer]
+
+    def num_groups(self, num_columns: int) -> int:
+        """Return the number of groups if a block has `num_columns` columns."""
+        return -(-len(self.layers) // (num_columns * self.per_column))
+
+    def fills(self, num_columns: int) -> bool:
+        """Return True if few places of the groups' columns have no layer."""
+        num_places = self.num_groups(num_columns) * num_columns * self.per_column
+        return num_places - len(self.layers) <= num_places * _MAX_PADDING
+
+    def groups(self, num_columns: int) -> list[list[AttentionLayer]]:
+        """Return the layers of each group."""
+        size = num_columns * self.per_column
+        return [self.layers[first : first + size] for first in range(0, len(self.layers), size)]
 
 
 def group_layers(layers: Sequence[AttentionLayer], max_model_len: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
     """Return the groups of a model's layers, for a cache of `dtype`; those without a window are the last.
 
-    A window of at least `max_model_len` tokens counts as none. All layers are in one group if their sizes do not fit
-    together.
+    There are as few groups as the padding allows. A window of at least `max_model_len` tokens counts as none. All
+    layers are in one group if their sizes do not fit together.
     """
-    kinds: dict[int | None, list[AttentionLayer]] = {}
-    for layer in with_cache(layers):
-        kinds.setdefault(_window(layer, layers, max_model_len), []).append(layer)
-    windows = sorted(kinds, key=lambda window: (window is None, window))
-    if len(windows) == 1:
-        return (LayerGroup(tuple(layers), windows[0]),)
-    whole = one_group(layers)
-    if any(len({_narrowness(layer, layers, dtype) for layer in kinds[window]}) > 1 for window in windows):
+    owners = with_cache(layers)
+    windows = {layer.index: _window(layer, layers, max_model_len) for layer in owners}
+    if len(set(windows.values())) == 1:
+        return (LayerGroup(tuple(layers), windows[owners[0].index]),)
+    whole = (LayerGroup(tuple(layers), None),)
+    widest = max(owners, key=lambda layer: layer.num_numbers)
+    by_kind: dict[tuple[int | None, int], list[AttentionLayer]] = {}
+    for layer in owners:
+        per_column = _per_column(layer, widest, dtype)
+        if per_column is None:
+            return whole
+        by_kind.setdefault((windows[layer.index], per_column), []).append(layer)
+    kinds = [_Kind(*kind, of_kind) for kind, of_kind in by_kind.items()]
+    numbers = {
+        num_columns: sum(kind.num_groups(num_columns) for kind in kinds)
+        for num_columns in range(1, len(owners) + 1)
+        if all(kind.fills(num_columns) for kind in kinds)
+    }
+    num_columns = min(numbers, key=numbers.__getitem__)
+    if numbers[num_columns] > _MAX_GROUPS:
         return whole
-    parts = {window: _narrowness(kinds[window][0], layers, dtype) for window in windows}
-    if None in parts.values():
-        return whole
-    num_needed = sum(len(kinds[window]) / (parts[window] or 1) for window in windows)
-
-    def num_groups(num_columns: int) -> int:
-        return sum(-(-len(kinds[window]) // (num_columns * (parts[window] or 1))) for window in windows)
-
-    def is_possible(num_columns: int) -> bool:
-        padding = 1 - num_needed / (num_groups(num_columns) * num_columns)
-        return num_groups(num_columns) <= _MAX_GROUPS and padding <= _MAX_PADDING
-
-    possible = [num_columns for num_columns in range(1, len(layers) + 1) if is_possible(num_columns)]
-    if not possible:
-        return whole
-    num_columns = min(possible, key=lambda number: (num_groups(number), number))
-    groups = []
-    for window in windows:
-        num_parts = parts[window] or 1
-        size = num_columns * num_parts
-        for first in range(0, len(kinds[window]), size):
-            group = kinds[window][first : first + size]
-            groups.append(LayerGroup((*group, *_sharing(group, layers)), window, num_parts, num_columns))
-    return tuple(groups)
-
-
-def one_group(layers: Sequence[AttentionLayer]) -> tuple[LayerGroup, ...]:
-    """Return one group of all layers, which keeps the whole length of all."""
-    return (LayerGroup(tuple(layers), None),)
+    groups = [
+        LayerGroup((*group, *_sharing(group, layers)), kind.window, kind.per_column, num_columns)
+        for kind in kinds
+        for group in kind.groups(num_columns)
+    ]
+    return tuple(sorted(groups, key=lambda group: (group.window is None, group.window or 0)))
 
 
 def _sharing(group: Sequence[AttentionLayer], layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
@@ -82,16 +101,19 @@ def _window(owner: AttentionLayer, layers: Sequence[AttentionLayer], max_model_l
     return window if window < max_model_len else None
 
 
-def _narrowness(layer: AttentionLayer, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int | None:
+def _per_column(layer: AttentionLayer, widest: AttentionLayer, dtype: torch.dtype) -> int | None:
     """Return the number of layers like `layer` that take the place of the widest one; None: it is no whole number."""
-    widest = max(with_cache(layers), key=lambda other: other.num_numbers)
-    number, rest = divmod(widest.num_numbers, layer.num_numbers)
-    narrow = (layer.num_kv_heads * layer.key_size, layer.num_kv_heads * layer.value_size, layer.has_values_in_keys)
-    wide = (widest.num_kv_heads * widest.key_size, widest.num_kv_heads * widest.value_size, widest.has_values_in_keys)
-    are_equal = rest == 0 and (narrow[0] * number, narrow[1] * number, narrow[2]) == wide
-    has_scales = dtype.itemsize == 1
-    are_scales_equal = not has_scales or layer.num_kv_heads * number == widest.num_kv_heads
-    return number if are_equal and are_scales_equal else None
+    number = widest.num_numbers // layer.num_numbers
+    is_narrower = all(
+        of_layer * number == of_widest for of_layer, of_widest in zip(_sizes(layer), _sizes(widest), strict=True)
+    )
+    has_fitting_scales = not is_quantized(dtype) or layer.num_kv_heads * number == widest.num_kv_heads
+    is_alike = layer.has_values_in_keys == widest.has_values_in_keys
+    return number if is_narrower and is_alike and has_fitting_scales else None
+
+
+def _sizes(layer: AttentionLayer) -> tuple[int, int]:
+    return layer.num_kv_heads * layer.key_size, layer.num_kv_heads * layer.value_size
 
 
 def bytes_of_block(groups: Sequence[LayerGroup], block_size: int, dtype: torch.dtype) -> int:

@@ -17,7 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from replicas.errors import ModelLoadError
 from replicas.model.attention.cpp import can_attend
 from replicas.model.attention.interface import AttentionContext, AttentionPort, AttentionSpec
-from replicas.model.attention.kv_cache import AttentionLayer, is_quantized
+from replicas.model.attention.kv_cache import AttentionLayer, LayerGroup, is_quantized
+from replicas.model.attention.layer_groups import group_layers
 from replicas.model.attention.probe import dry_forward, probe_attention
 from replicas.model.attention.recurrent import StateContext
 from replicas.model.attention.state_cache import StateLayer
@@ -107,6 +108,15 @@ class LoadedModel:
             output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits
+
+    def layer_groups(self, cache_dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+        """Return the groups of layers, each with block tables of its own, in a KV cache of `cache_dtype`.
+
+        On a GPU there is one group: the block tables in CUDA graphs belong to all layers.
+        """
+        if self.device.type == "cuda":
+            return (LayerGroup(self.layers, None),)
+        return group_layers(self.layers, self.max_model_len, cache_dtype)
 
     def attention_spec(self, block_size: int, cache_dtype: torch.dtype | None = None) -> AttentionSpec:
         """Return the model's requirements on attention over blocks of `block_size` tokens.

@@ -65,7 +65,7 @@ def test_chosen_limits_stay() -> None:
 
 def test_memory_without_room_for_the_smallest_steps_is_an_error() -> None:
     asked: list[EngineLimits] = []
-    with pytest.raises(ModelLoadError, match="two blocks need 2000 bytes"):
+    with pytest.raises(ModelLoadError, match="2 blocks need 2000 bytes"):
         fit_limits(GPU, BLOCK, room_of(500, asked))
     assert len(asked) <= 12 and (asked[-1].max_num_seqs, asked[-1].max_num_batched_tokens) == (1, 2)
 
