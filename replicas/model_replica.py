@@ -139,6 +139,7 @@ class ModelReplica:
             vocab_size=backend.vocab_size,
             block_size=config.block_size,
             num_blocks=config.num_blocks,
+            num_longest=config.num_blocks / config.sequence_blocks.num_blocks(config.max_model_len),
             max_num_seqs=config.num_slots,
             dtype=backend.dtype,
             device=backend.device,

@@ -242,7 +242,7 @@ class SequenceBlocks:
         """Return the most tokens of one sequence that `num_blocks` blocks hold."""
         num_tables = self.num_tables
         for most in sorted(self.most_window_blocks):
-            if num_blocks // num_tables <= most:
+            if num_blocks // num_tables < most:
                 break
             num_blocks -= most
             num_tables -= 1
@@ -389,6 +389,8 @@ class ModelCard:
     vocab_size: int
     block_size: int
     num_blocks: int
+    num_longest: float
+    """Sequences of `max_model_len` tokens that the KV cache holds."""
     max_num_seqs: int
     dtype: str
     device: str

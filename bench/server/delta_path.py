@@ -107,7 +107,7 @@ class ScriptedReplica:
 
     async def describe(self) -> ModelCard:
         """Return a card with limits that admit every request."""
-        return ModelCard(_MODEL, 4096, 2**31, 16, 10**6, self.num_streams, "none", "scripted")
+        return ModelCard(_MODEL, 4096, 2**31, 16, 10**6, 1.0, self.num_streams, "none", "scripted")
 
     def _stats(self, num_steps: int) -> ReplicaStats:
         return ReplicaStats(

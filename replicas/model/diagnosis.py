@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
+from replicas.engine.config import EngineLimits, sequence_blocks
 from replicas.errors import ModelLoadError
 from replicas.model.attention.cpp import CppAttention, can_attend
 from replicas.model.attention.interface import AttentionPort
-from replicas.model.attention.kv_cache import AttentionLayer, bytes_per_block
+from replicas.model.attention.kv_cache import AttentionLayer, LayerGroup, bytes_per_block
+from replicas.model.attention.layer_groups import bytes_of_block, group_layers
 from replicas.model.attention.probe import dry_forward, probe_shapes
 from replicas.model.attention.select import check_attention, choose_attention
 from replicas.model.attention.state_cache import bytes_per_slot
@@ -57,6 +59,8 @@ class ModelMemory:
     """True if a token reads a part of the weights alone."""
     state_slot_bytes: int
     """Size of a slot for recurrent state; 0: the model has none."""
+    kv_bytes_of_longest: int
+    """KV cache of a sequence of `max_model_len` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ def diagnose(checkpoint: str, model: str | None) -> Diagnosis:
     memory, fault = None, None
     if model is not None:
         try:
-            memory = memory_of(read_config(model), dtype)
+            memory = memory_of(read_config(model), dtype, is_gpu=is_gpu)
         except ModelLoadError as error:
             fault = str(error)
     properties = torch.cuda.get_device_properties(device) if is_gpu else None
@@ -162,8 +166,8 @@ def _gpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
             yield KernelCheck(name, None)
 
 
-def memory_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelMemory:
-    """Compute a model's memory from its config."""
+def memory_of(config: PretrainedConfig, dtype: torch.dtype, *, is_gpu: bool = False) -> ModelMemory:
+    """Compute a model's memory from its config, on a CPU or a GPU."""
     text = config.get_text_config(decoder=True)
     model = model_without_values(config).to(torch.bfloat16)  # torch has no grouped product of float32 there.
     store_latents(model)
@@ -173,7 +177,11 @@ def memory_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelMemory:
     plain, quantized = (bytes_per_block(layers, 1, cache_dtype) for cache_dtype in (dtype, torch.int8))
     counts = (value for name, value in text.to_dict().items() if name.startswith("n") and name.endswith("experts"))
     has_experts = any(isinstance(count, int) and count > 1 for count in counts)
-    return ModelMemory(plain, quantized, choose_max_model_len(longest_of(config), None), has_experts, slot_bytes)
+    longest = choose_max_model_len(longest_of(config), None)
+    groups = (LayerGroup(tuple(layers), None),) if is_gpu else group_layers(layers, longest, dtype)
+    blocks = sequence_blocks(EngineLimits(), tuple(group.window for group in groups), is_asynchronous=False)
+    longest_bytes = blocks.num_blocks(longest) * bytes_of_block(groups, blocks.block_size, dtype)
+    return ModelMemory(plain, quantized, longest, has_experts, slot_bytes, longest_bytes)
 
 
 def _equal_layers(config: PretrainedConfig) -> tuple[AttentionLayer, ...]:

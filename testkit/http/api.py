@@ -200,6 +200,7 @@ def card_of(tokenizer: PreTrainedTokenizerFast, max_model_len: int = 256) -> Mod
         vocab_size=len(tokenizer),
         block_size=16,
         num_blocks=100,
+        num_longest=1600 / max_model_len,
         max_num_seqs=8,
         dtype="float32",
         device="cpu",

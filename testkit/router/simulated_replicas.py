@@ -349,4 +349,4 @@ class FakeClient:
     async def describe(self) -> ModelCard:
         if not self.replicas:
             raise NoReplicaAvailable("none")
-        return ModelCard("m", 64, _VOCABULARY, BLOCK_SIZE, 1000, 4, "float32", "cpu")
+        return ModelCard("m", 64, _VOCABULARY, BLOCK_SIZE, 1000, 1000 * BLOCK_SIZE / 64, 4, "float32", "cpu")

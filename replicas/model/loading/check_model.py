@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import psutil
+import torch
 
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionPort
 from replicas.model.attention.kv_cache import with_cache
+from replicas.model.attention.layer_groups import bytes_of_block, group_layers
 from replicas.model.attention.probe import probe_shapes
 from replicas.model.hardware.limits import unshared_bytes
 from replicas.model.layers.latent_attention import store_latents
@@ -42,15 +44,22 @@ def check_model(directory: Path) -> ModelFacts:
         return ModelFacts(process_bytes, longest_of(config))
     cached = with_cache(layers)
     states = port.recurrent.layers
+    longest = longest_of(config)
+    groups, quantized = (group_layers(layers, longest or sys.maxsize, dtype) for dtype in (torch.bfloat16, torch.int8))
+    num_table_numbers = bytes_of_block(groups, 1, torch.bfloat16) // torch.bfloat16.itemsize
+    num_scale_bytes = bytes_of_block(quantized, 1, torch.int8) - num_table_numbers
     return ModelFacts(
         process_bytes,
-        longest_of(config),
+        longest,
         sum(layer.num_numbers for layer in cached),
         sum(layer.num_scales for layer in cached),
         sum(layer.num_heads * layer.key_size * layer.value_size for layer in states),
         sum(layer.tail_numbers for layer in states),
         sum((layer.conv_width - 1) * layer.num_channels for layer in states),
         sum(layer.num_channels for layer in states),
+        tuple(group.window for group in groups),
+        num_table_numbers,
+        num_scale_bytes // torch.float32.itemsize if len(quantized) == len(groups) else None,
     )
 
 

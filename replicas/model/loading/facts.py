@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from replicas.engine.config import EngineLimits, state_slots_per_sequence
+from replicas.engine.config import EngineLimits, sequence_blocks, state_slots_per_sequence
 from replicas.errors import ModelLoadError
 from replicas.model.hardware.processor import value_bytes_on_cpu
 from replicas.model.loading.options import ModelOptions, RunnerOptions
@@ -38,6 +38,12 @@ class ModelFacts:
     """Numbers in `dtype` of the convolutions' inputs before a slot's boundary."""
     conv_channels: int = 0
     """Numbers in `dtype` of the convolutions' inputs, for each token of a block."""
+    windows: tuple[int | None, ...] = (None,)
+    """Window of each block table of a sequence longer than them, tokens; None: its layers see all tokens."""
+    table_numbers: int | None = None
+    """Numbers that one token has in the KV cache, in one of several block tables; None: there is one table."""
+    table_scales: int | None = None
+    """Scales that it has there in a KV cache in 8 bits; None: that has one block table for the whole length."""
 
     def write(self) -> str:
         """Return the facts in one line, for `read`."""
@@ -46,15 +52,27 @@ class ModelFacts:
     @classmethod
     def read(cls, line: str) -> Self:
         """Return the facts that `write` has written."""
-        return cls(**json.loads(line))
+        facts = json.loads(line)
+        return cls(**{**facts, "windows": tuple(facts["windows"])})
 
     def kv_token_bytes(self, model: ModelOptions, runner: RunnerOptions) -> int | None:
-        """Return the size of one token in a KV cache on CPU, bytes."""
-        if self.kv_numbers is None or self.kv_scales is None:
+        """Return the size of one token in a KV cache on CPU, in all layers, bytes."""
+        return _token_bytes(self.kv_numbers, self.kv_scales, model, runner)
+
+    def cache_bytes(
+        self, model: ModelOptions, runner: RunnerOptions, limits: EngineLimits, num_tokens: int
+    ) -> int | None:
+        """Return the size of a KV cache on CPU for one sequence of `num_tokens`, with its scratch block, bytes."""
+        token_bytes = self.kv_token_bytes(model, runner)
+        windows: tuple[int | None, ...] = (None,)
+        if any(window is not None and window < num_tokens for window in self.windows):
+            table_bytes = _token_bytes(self.table_numbers, self.table_scales, model, runner)
+            if table_bytes is not None:
+                token_bytes, windows = table_bytes, self.windows
+        if token_bytes is None:
             return None
-        if runner.kv_cache_dtype == "auto":
-            return self.kv_numbers * value_bytes_on_cpu(model.dtype)
-        return self.kv_numbers + self.kv_scales * _SCALE_BYTES
+        blocks = sequence_blocks(limits, windows, is_asynchronous=bool(limits.async_scheduling))
+        return (blocks.num_blocks(num_tokens) + 1) * limits.block_size * token_bytes
 
     def state_slot_bytes(self, model: ModelOptions, limits: EngineLimits) -> int:
         """Return the size of one slot for recurrent state on CPU, bytes."""
@@ -77,15 +95,21 @@ class ModelFacts:
             state_bytes = (num_slots + 1) * self.state_slot_bytes(model, limits)
             available -= state_bytes
             beside = f", of which {num_slots} slots for recurrent state take {state_bytes}"
-        token_bytes = self.kv_token_bytes(model, runner)
         num_tokens = model.max_model_len or 1
-        num_blocks = -(-num_tokens // limits.block_size) + 1  # One block is the scratch block.
-        if token_bytes is not None and available < num_blocks * limits.block_size * token_bytes:
+        needed = self.cache_bytes(model, runner, limits, num_tokens)
+        if needed is not None and available < needed:
             of_tokens = "one block" if model.max_model_len is None else f"max_model_len ({num_tokens} tokens)"
             raise ModelLoadError(
-                f"kv_cache_bytes is {runner.kv_cache_bytes}{beside}; a cache for {of_tokens} needs "
-                f"{num_blocks * limits.block_size * token_bytes} bytes"
+                f"kv_cache_bytes is {runner.kv_cache_bytes}{beside}; a cache for {of_tokens} needs {needed} bytes"
             )
+
+
+def _token_bytes(numbers: int | None, scales: int | None, model: ModelOptions, runner: RunnerOptions) -> int | None:
+    if numbers is None:
+        return None
+    if runner.kv_cache_dtype == "auto":
+        return numbers * value_bytes_on_cpu(model.dtype)
+    return None if scales is None else numbers + scales * _SCALE_BYTES
 
 
 def choose_state_slots(

@@ -96,13 +96,13 @@ def _speed_check(weight_bytes: int, read_bytes_per_s: float) -> Check:
 
 def _cache_check(cache_bytes: int, diagnosis: Diagnosis) -> Check:
     per_token, longest = diagnosis["model"]["kv_bytes_per_token"], diagnosis["model"]["max_model_len"]
-    num_tokens = cache_bytes // per_token
+    num_tokens, longest_bytes = cache_bytes // per_token, diagnosis["model"]["kv_bytes_of_longest"]
     finding = (
         f"about {decimal(cache_bytes)}: {num_tokens:,} tokens of {decimal(per_token)}, "
-        f"or {num_tokens / longest:.1f} requests of {longest:,} tokens; "
+        f"or {cache_bytes / longest_bytes:.1f} requests of {longest:,} tokens; "
         f"with kv_cache_dtype=int8 {cache_bytes // diagnosis['model']['kv_bytes_per_token_in_8_bits']:,} tokens"
     )
-    if num_tokens >= longest:
+    if cache_bytes >= longest_bytes:
         return Check("KV cache", Status.OK, finding)
     remedy = "raise gpu_memory_utilization" if diagnosis["is_gpu"] else "raise kv_cache_bytes"
     return Check("KV cache", Status.WARN, finding, f"no request of full length fits: {remedy} or lower max_model_len")

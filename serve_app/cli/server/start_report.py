@@ -96,8 +96,11 @@ class Report:
         return f"{self.config.model_path}, {self.card.dtype} on {self.card.device}{kernels}"
 
     def _kv_cache(self) -> str:
-        num_tokens, longest = self.card.num_blocks * self.card.block_size, self.card.max_model_len
-        requests = f"{num_tokens / longest:.1f} requests of the full length of {longest:,}"
+        longest, num_longest = self.card.max_model_len, self.card.num_longest
+        num_tokens, requests = (
+            round(num_longest * longest),
+            f"{num_longest:.1f} requests of the full length of {longest:,}",
+        )
         dtype = f" in {self.card.cache_dtype}" if self.card.cache_dtype else ""
         return f"{num_tokens:,} tokens{dtype}: {requests}; at most {self.card.max_num_seqs} run together"
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from replicas.engine.config import EngineLimits
+from replicas.engine.config import EngineLimits, sequence_blocks
 from replicas.errors import ModelLoadError, UnsupportedModel
-from replicas.model.attention.kv_cache import bytes_per_block
+from replicas.model.attention.layer_groups import bytes_of_block
 from replicas.model.build import build_runner
 from replicas.model.hardware.device import choose_cache_dtype
 from replicas.model.loading.check_model import check_model
@@ -19,7 +19,9 @@ LIMITS = EngineLimits(max_num_seqs=2, max_num_batched_tokens=16)
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2-window", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gemma2-window", "gemma4_text-shared", "mistral-window", "qwen3_moe", "deepseek_v3"]
+)
 def test_the_smallest_cache_is_that_of_the_replica(
     tmp_path: Path, architecture: str, cache_dtype: KVCacheDtype
 ) -> None:
@@ -28,12 +30,16 @@ def test_the_smallest_cache_is_that_of_the_replica(
     options = ModelOptions(str(model), "float32", "cpu", max_model_len=100, kernel_cache_dir=None)
     loaded = load_model(options)
     assert facts.longest == 512
-    block_bytes = bytes_per_block(loaded.layers, LIMITS.block_size, choose_cache_dtype(cache_dtype, loaded.dtype))
-    enough = RunnerOptions(kv_cache_bytes=8 * block_bytes, kv_cache_dtype=cache_dtype)  # 7 blocks and the scratch block
+    groups = loaded.layer_groups(choose_cache_dtype(cache_dtype, loaded.dtype))
+    block_bytes = bytes_of_block(groups, LIMITS.block_size, choose_cache_dtype(cache_dtype, loaded.dtype))
+    # 7 blocks and the scratch block; in tables with a window of 24 tokens, 4.
+    num_bytes = (1 + sum(7 if group.window is None else 4 for group in groups)) * block_bytes
+    enough = RunnerOptions(kv_cache_bytes=num_bytes, kv_cache_dtype=cache_dtype)
     facts.check_cache(options, enough, LIMITS)
-    assert build_runner(loaded, LIMITS, enough).num_blocks * LIMITS.block_size >= 100
-    too_small = RunnerOptions(kv_cache_bytes=8 * block_bytes - 1, kv_cache_dtype=cache_dtype)
-    with pytest.raises(ModelLoadError, match=rf"max_model_len \(100 tokens\) needs {8 * block_bytes} bytes"):
+    runner = build_runner(loaded, LIMITS, enough)
+    assert sequence_blocks(LIMITS, runner.windows, is_asynchronous=False).num_tokens(runner.num_blocks) >= 100
+    too_small = RunnerOptions(kv_cache_bytes=num_bytes - 1, kv_cache_dtype=cache_dtype)
+    with pytest.raises(ModelLoadError, match=rf"max_model_len \(100 tokens\) needs {num_bytes} bytes"):
         facts.check_cache(options, too_small, LIMITS)
 
 

@@ -25,6 +25,7 @@ ON_CPU: dict[str, Any] = {
         "kv_bytes_per_token_in_8_bits": 2**19,
         "state_slot_bytes": 0,
         "max_model_len": 100,
+        "kv_bytes_of_longest": 100 * 2**20,
         "has_experts": False,
     },
 }
@@ -55,7 +56,11 @@ def test_a_taken_port_and_a_full_disk_are_warned_of(tmp_path: Path) -> None:
     ("changes", "cache", "whole"),
     [
         ({}, Status.OK, Status.OK),
-        ({"model": {**ON_CPU["model"], "max_model_len": 1000}}, Status.WARN, Status.OK),
+        (
+            {"model": {**ON_CPU["model"], "max_model_len": 1000, "kv_bytes_of_longest": 1000 * 2**20}},
+            Status.WARN,
+            Status.OK,
+        ),
         ({"is_gpu": True, "gpu_memory_bytes": 10**9}, Status.OK, Status.OK),
         ({"is_gpu": True, "gpu_memory_bytes": 10**6}, Status.WARN, Status.FAIL),
     ],
