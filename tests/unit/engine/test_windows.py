@@ -7,7 +7,7 @@ import pytest
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.block_manager import BlockManager
-from replicas.engine.config import EngineConfig
+from replicas.engine.config import EngineConfig, EngineLimits, sequence_blocks
 from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.protocol import Band, SequenceBlocks
 from testkit.engine.random_worlds import play, random_config, random_request
@@ -58,7 +58,16 @@ class Operations:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.config = random_windowed(rng, async_scheduling=rng.random() < 0.5)
+        windows, max_model_len = rng.choice(WINDOWS), rng.randint(10, 60)
+        limits = EngineLimits(rng.choice([1, 2, 4]), rng.randint(1, 6), rng.randint(9, 12))
+        longest = sequence_blocks(limits, windows, is_asynchronous=True).num_blocks(max_model_len)
+        self.config = config(
+            windows=windows, block_size=limits.block_size, num_blocks=int(rng.uniform(1, 2.5) * longest),
+            max_model_len=max_model_len, max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            enable_prefix_caching=rng.random() < 0.9, async_scheduling=rng.random() < 0.5,
+            num_state_slots=rng.randint(3, 14) if rng.random() < 0.4 else 0,
+        )  # fmt: skip
         self.blocks = BlockManager(self.config)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -92,6 +101,8 @@ class Operations:
         if not self.waiting or len(self.running) == self.config.num_slots:
             return
         sequence = self.waiting[0]
+        if not self.blocks.states.has_room(()):
+            return
         if self.running and self.blocks.shortfall(sequence, sequence.num_tokens) > 0:
             return
         self.blocks.allocate(sequence)
