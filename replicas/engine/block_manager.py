@@ -117,7 +117,7 @@ class BlockManager:
         for block in filter(None, chain(*hits)):
             self._free.pop(block, None)
             self._num_holders[block] += 1
-            sequence.num_blocks += 1
+        sequence.num_blocks = sum(len(table) - table.count(0) for table in hits)
         sequence.num_computed_tokens = len(sequence.block_table) * self._config.block_size
         self.grow(sequence, num_tokens)
 
@@ -137,9 +137,9 @@ class BlockManager:
         if not self.can_grow(sequence, num_tokens):
             raise OutOfBlocks
         for table, end in self._ends(sequence, num_tokens):
-            for _ in range(end - len(table)):
-                table.append(self._take_free_block())
-                sequence.num_blocks += 1
+            num_missing = max(0, end - len(table))
+            table.extend(self._take_free_block() for _ in range(num_missing))
+            sequence.num_blocks += num_missing
 
     def computed(self, sequence: Sequence, num_computed_before: int) -> None:
         """Make reusable what was computed since `num_computed_before`: full blocks, and the state at their end.
@@ -188,9 +188,9 @@ class BlockManager:
     def free(self, sequence: Sequence) -> None:
         """Take back all blocks and slots of `sequence`. Its last blocks are reused before its first."""
         self.states.free(sequence)
-        for blocks in zip_longest(*map(reversed, _tables(sequence)), fillvalue=0):
-            for block in filter(None, blocks):
-                self._release(block)
+        rows = zip_longest(*map(reversed, _tables(sequence)), fillvalue=0)
+        for block in filter(None, chain.from_iterable(rows)):
+            self._release(block)
         sequence.block_table.clear()
         sequence.more_tables.clear()
         sequence.num_blocks = 0
@@ -247,7 +247,7 @@ class BlockManager:
         tables = []
         for window, suffix in zip(self._windows, self._suffixes, strict=True):
             first = self._first_seen(window, num_tokens)
-            tables.append([0] * first + [self._cached[block_hash + suffix] for block_hash in hashes[first:]])
+            tables.append([*[0] * first, *map(self._cached.__getitem__, _keys(hashes[first:], suffix))])
         return tuple(tables)
 
     def _num_hits(self, sequence: Sequence) -> int:
@@ -266,24 +266,23 @@ class BlockManager:
         num_cached = len(hashes)
         for window, suffix in zip(self._windows, self._suffixes, strict=True):
             if window is None:
-                keys = (block_hash + suffix for block_hash in hashes[:num_cached])
-                num_cached = next((index for index, key in enumerate(keys) if key not in self._cached), num_cached)
-        while self._has_windows and num_cached:
-            last_missing = self._last_missing(hashes[:num_cached])
-            if last_missing is None:
-                break
-            num_cached = last_missing
+                for index, key in enumerate(_keys(hashes[:num_cached], suffix)):
+                    if key not in self._cached:
+                        num_cached = index
+                        break
+        while self._has_windows and (missing := self._last_missing(hashes, num_cached)) is not None:
+            num_cached = missing
         return num_cached
 
-    def _last_missing(self, hashes: list[bytes]) -> int | None:
-        """Return the index of the last block that the token after `hashes` sees and some windowed group has not cached.
+    def _last_missing(self, hashes: list[bytes], num_blocks: int) -> int | None:
+        """Return the index of the last block that a windowed group lacks and the token after `num_blocks` blocks sees.
 
         No hit that ends behind this block can be complete. None: no block is missing.
         """
         for window, suffix in zip(self._windows, self._suffixes, strict=True):
             if window is not None:
-                first = self._first_seen(window, len(hashes) * self._config.block_size)
-                for index in range(len(hashes) - 1, first - 1, -1):
+                first = self._first_seen(window, num_blocks * self._config.block_size)
+                for index in range(num_blocks - 1, first - 1, -1):
                     if hashes[index] + suffix not in self._cached:
                         return index
         return None
@@ -314,6 +313,10 @@ class BlockManager:
             self._hash_of[block] = None
         self._num_holders[block] = 1
         return block
+
+
+def _keys(hashes: list[bytes], suffix: bytes) -> list[bytes]:
+    return [block_hash + suffix for block_hash in hashes] if suffix else hashes
 
 
 def _tables(sequence: Sequence) -> Tables:

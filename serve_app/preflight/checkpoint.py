@@ -24,7 +24,7 @@ _CHECKS = Path("~/.cache/headway/checked-models")
 
 It is named by a hash of the config, the weights' shapes, the check's version and transformers' version.
 """
-_CHECK_VERSION = "3"
+_CHECK_VERSION = "4"
 
 
 def check_checkpoint(directory: Path, config: HeadwayConfig, num_replicas: int, freed_bytes: int = 0) -> None:
