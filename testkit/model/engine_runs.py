@@ -16,7 +16,8 @@ from replicas.engine.sequence import Sequence
 from replicas.model.attention.cpp import CppAttention
 from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import ATTENTION_NAME, AttentionBackend, AttentionPort, register_attention
-from replicas.model.attention.layer_groups import group_layers, grouped_cache
+from replicas.model.attention.kv_cache import LayerGroup
+from replicas.model.attention.layer_groups import grouped_cache
 from replicas.model.attention.probe import probe_attention
 from replicas.model.attention.select import choose_attention
 from replicas.model.attention.state_cache import StateCache
@@ -44,6 +45,8 @@ class Sizes:
     max_num_batched_tokens: int = 70
     max_num_seqs: int = 8
     block_size: int = 16
+    gives_back: bool = False
+    """Blocks behind a window are given back. A block then belongs to one group of layers."""
     num_state_slots: int = 24
     """Slots for recurrent state, if the model has any."""
 
@@ -121,8 +124,7 @@ def make_runner(
     of tokens of the largest padded step with prompts.
     """
     dtype = cache_dtype or loaded.dtype
-    layers = loaded.layers if planned is None else [replace(layer, window=None) for layer in loaded.layers]
-    groups = group_layers(layers, MAX_MODEL_LEN, dtype)
+    groups = loaded.layer_groups(dtype) if sizes.gives_back else (LayerGroup(loaded.layers, None),)
     cache = grouped_cache(groups, sizes.num_blocks, sizes.block_size, dtype, loaded.device)
     if loaded.state_layers:
         cache.states = StateCache(

@@ -49,7 +49,9 @@ def token_ids(results: list[TokenDelta]) -> list[list[int]]:
 def test_output_is_that_of_generate_in_chunks_with_neighbours_and_preemptions(architecture: str) -> None:
     expected = cached_reference(architecture, PROMPTS, NUM_TOKENS)
     num_tables, num_blocks = KINDS[architecture]
-    engine = build_engine(load(cached_checkpoint(architecture)), Sizes(num_blocks, max_num_batched_tokens=20))
+    engine = build_engine(
+        load(cached_checkpoint(architecture)), Sizes(num_blocks, max_num_batched_tokens=20, gives_back=True)
+    )
     assert tokens(engine, PROMPTS, GREEDY) == expected
     stats = engine.stats()
     assert (stats.num_free_blocks, stats.num_whole_tables) == (stats.num_blocks, min(1, num_tables - 1))
@@ -59,7 +61,10 @@ def test_output_is_that_of_generate_in_chunks_with_neighbours_and_preemptions(ar
 
 def test_hits_and_steps_ahead_that_fail_change_no_token(architecture: str) -> None:
     expected = cached_reference(architecture, PROMPTS, NUM_TOKENS)
-    loaded, sizes = load(cached_checkpoint(architecture)), Sizes(num_blocks=100, max_num_batched_tokens=30)
+    loaded, sizes = (
+        load(cached_checkpoint(architecture)),
+        Sizes(num_blocks=100, max_num_batched_tokens=30, gives_back=True),
+    )
     runner = make_runner(loaded, sizes)
     failing = FailingRunner(runner)
     engine = engine_over(runner, loaded, sizes, is_ahead=True, launcher=failing)
@@ -71,7 +76,7 @@ def test_hits_and_steps_ahead_that_fail_change_no_token(architecture: str) -> No
 
 
 def test_steps_that_run_twice_change_no_token(architecture: str) -> None:
-    loaded, sizes = load(cached_checkpoint(architecture)), Sizes(max_num_batched_tokens=30)
+    loaded, sizes = load(cached_checkpoint(architecture)), Sizes(max_num_batched_tokens=30, gives_back=True)
     runner = make_runner(loaded, sizes)
     engine = engine_over(runner, loaded, sizes, launcher=RepeatingRunner(runner))
     assert tokens(engine, PROMPTS, GREEDY) == cached_reference(architecture, PROMPTS, NUM_TOKENS)
@@ -80,7 +85,7 @@ def test_steps_that_run_twice_change_no_token(architecture: str) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("architecture", ["mistral-window", "gemma3_text-window", "gemma4_text-shared"])
 def test_every_number_is_that_of_a_cache_that_keeps_the_whole_length(architecture: str) -> None:
-    loaded, sizes = load_compiled(cached_checkpoint(architecture)), Sizes(max_num_batched_tokens=30)
+    loaded, sizes = load_compiled(cached_checkpoint(architecture)), Sizes(max_num_batched_tokens=30, gives_back=True)
     whole = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device)
     runners = [TorchModelRunner(loaded, whole, CppAttention), make_runner(loaded, sizes, CppAttention)]
     assert runners[0].windows == (None,) and runners[1].windows[0] == 24
