@@ -77,8 +77,8 @@ def group_layers(layers: Sequence[AttentionLayer], max_model_len: int, dtype: to
         for num_columns in range(1, len(owners) + 1)
         if all(kind.fills(num_columns) for kind in kinds)
     }
-    num_columns = min(numbers, key=numbers.__getitem__)
-    if numbers[num_columns] > _MAX_GROUPS:
+    num_columns = min(numbers, key=numbers.__getitem__, default=None)
+    if num_columns is None or numbers[num_columns] > _MAX_GROUPS:
         return whole
     groups = [
         LayerGroup((*group, *_sharing(group, layers)), kind.window, kind.per_column, num_columns)

@@ -47,7 +47,7 @@ def test_real_models_have_few_groups_and_little_padding(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize(
-    "shapes", [layers(6, 3, (2, 16, 8), (2, 16)), layers(6, 3, (4, 16, 8), (2, 16)), layers(9, 3, (1, 16, 8), (4, 16))]
+    "shapes", [layers(6, 3, (2, 16, 8), (2, 16)), layers(6, 3, (4, 16, 8), (2, 16)), layers(12, 3, (1, 16, 8), (4, 16))]
 )
 def test_blocks_of_all_groups_and_layers_have_places_of_their_own(
     shapes: list[AttentionLayer], dtype: torch.dtype
@@ -74,6 +74,9 @@ def test_blocks_of_all_groups_and_layers_have_places_of_their_own(
 def test_sizes_that_do_not_fit_together_and_short_lengths_leave_one_group() -> None:
     odd = layers(6, 3, (3, 16, 8), (2, 16))
     assert [group.window for group in group_layers(odd, LONGEST, torch.float32)] == [None]
+    # Two blocks of four narrow layers would have two places too many.
+    padded = layers(9, 3, (1, 16, 8), (4, 16))
+    assert [group.window for group in group_layers(padded, LONGEST, torch.float32)] == [None]
     shapes = SHAPES["gpt-oss-20b"][0]
     assert [group.window for group in group_layers(shapes, 128, torch.float32)] == [None]
     # Scales of 8-bit numbers are one for each head, whatever its size.
