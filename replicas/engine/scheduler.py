@@ -355,6 +355,8 @@ class Scheduler:
             return True  # A sequence's worst case fits an empty pool.
         if sequence.request.is_isolated or len(others) >= self._config.num_slots:
             return False
+        if not self.blocks.states.has_room(without):
+            return False
         if self._config.kv_pressure_policy is KVPressurePolicy.PAUSE_NEW:
             num_tokens = sequence.request.max_total_tokens
             growth = sum(

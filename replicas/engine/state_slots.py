@@ -8,6 +8,7 @@ block is. The tail only gains rows, as the last block does.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 
 from replicas.engine.batch import SCRATCH_STATE, StateMove
@@ -30,8 +31,8 @@ class StateSlots:
     Invariants:
         A slot is in the free list <=> no sequence holds it.
         Each hash names one slot, whose state is computed. A slot has at most one sequence that writes it.
-        Apart from slots that are only to be cached, a sequence holds at most `state_slots_per_sequence`. At most
-        `num_slots` sequences run, so a running sequence always finds a free slot.
+        Apart from slots that are only to be cached, a sequence holds at most `state_slots_per_sequence`. Slots that
+        are free or so held are as many as that for each sequence, so a running sequence always finds a free slot.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -47,12 +48,21 @@ class StateSlots:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, self.num_slots + 1))
         self._num_sequences = 0
         self._num_held = 0
-        """Entries of all sequences, apart from those that are only to be cached."""
+        """Slots that sequences hold, apart from those that are only to be cached. A shared one counts once."""
 
     @property
     def num_free_slots(self) -> int:
         """Number of slots that no sequence holds, cached ones included."""
         return len(self._free)
+
+    def has_room(self, without: Collection[Sequence]) -> bool:
+        """Return True if one more sequence finds its slots beside the others, except those in `without`.
+
+        If not, slots that are only to be cached are being written, and return with the step that does it.
+        """
+        num_released = sum(entry.is_snapshot for other in without for entry in other.state_slots)
+        num_available = len(self._free) + self._num_held + num_released
+        return (self._num_sequences - len(without) + 1) * self._per_sequence <= num_available or not self.num_slots
 
     def num_hit_blocks(self, hashes: Items[bytes]) -> int:
         """Return the length of the longest beginning of `hashes` whose last block ends at a cached state."""
@@ -135,7 +145,7 @@ class StateSlots:
     def check_invariants(self, sequences: list[Sequence]) -> None:
         """Assert the class's invariants; `sequences` are all sequences that hold slots."""
         holders, writers = [0] * len(self._num_holders), [0] * len(self._num_holders)
-        num_held = 0
+        slots: set[int] = set()
         for sequence in sequences:
             held = sequence.state_slots
             assert [entry.end for entry in held] == sorted(entry.end for entry in held)
@@ -143,22 +153,22 @@ class StateSlots:
                 assert entry.boundary <= entry.end <= sequence.num_scheduled_tokens
                 holders[entry.slot] += 1
                 writers[entry.slot] += not entry.is_shared
-            num_lasting = sum(not entry.is_snapshot for entry in held)
-            assert num_lasting <= self._per_sequence
-            num_held += num_lasting
+            lasting = [entry.slot for entry in held if not entry.is_snapshot]
+            assert len(lasting) <= self._per_sequence
+            slots.update(lasting)
         assert holders == self._num_holders and max(writers) <= 1
         assert set(self._free) == {slot for slot in range(1, len(holders)) if holders[slot] == 0}
         assert {slot: slot_hash for slot_hash, slot in self._cached.items()} == {
             slot: slot_hash for slot, slot_hash in enumerate(self._hash_of) if slot_hash is not None
         }
-        assert num_held == self._num_held
+        assert len(slots) == self._num_held
         if self.num_slots:
             assert len(sequences) == self._num_sequences
-            assert self._num_sequences * self._per_sequence - num_held <= len(self._free)
+            assert self._num_sequences * self._per_sequence - len(slots) <= len(self._free)
 
     def _hold(self, sequence: Sequence, entry: HeldSlot) -> None:
         sequence.state_slots.append(entry)
-        self._num_held += not entry.is_snapshot
+        self._num_held += not entry.is_snapshot and self._num_holders[entry.slot] == 1
 
     def _can_keep(self, sequence: Sequence, boundary: int) -> bool:
         """Return True if there is a slot for a state that is only to be cached, and its hash is not cached already."""
@@ -186,10 +196,10 @@ class StateSlots:
 
     def _release(self, entry: HeldSlot) -> None:
         slot = entry.slot
-        self._num_held -= not entry.is_snapshot
         self._num_holders[slot] -= 1
         if self._num_holders[slot]:
             return
+        self._num_held -= not entry.is_snapshot
         if not self._is_kept[slot]:
             self._unpublish(slot)
         self._free[slot] = None
