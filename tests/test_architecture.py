@@ -235,8 +235,8 @@ def test_an_import_that_runs_up_is_found() -> None:
 
 
 def folder_lines() -> str:
-    """One line for each folder of the product, the test kit and the benchmarks: the first line of its docstring."""
-    names = [name for name in FILES if is_package(name) and (name.startswith(PRODUCT) or "." not in name)]
+    """One line for each package and each folder of the product's packages: the first line of its docstring."""
+    names = [name for name in FILES if is_package(name) and name.count(".") <= name.startswith(PRODUCT)]
     lines = {name: (ast.get_docstring(TREES[name]) or "").partition("\n")[0] for name in names}
     listed = (f"- `{name.replace('.', '/')}`: {line}\n" for name, line in lines.items() if name != "tests")
     return f"\n{''.join(listed)}\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +23,7 @@ _CHECK_CPU_LIMIT_S = 120.0
 _CHECKS = Path("~/.cache/headway/checked-models")
 """Folder with a file for each model that can be served. It holds `ModelFacts`.
 
-It is named by a hash of the config, the weights' shapes, the check's version and transformers' version.
+It is named by a hash of the config, the weights' shapes, the facts' names, the check's version and transformers'.
 """
 _CHECK_VERSION = "4"
 
@@ -59,7 +60,8 @@ def _facts_of(directory: Path) -> ModelFacts:
     Raises:
         ModelLoadError: it cannot.
     """
-    versions = _CHECK_VERSION + version("transformers")
+    names = [field.name for field in fields(ModelFacts)]  # Facts of another version of this program are not read.
+    versions = f"{_CHECK_VERSION} {names} {version('transformers')}"
     digest = hashlib.sha256((versions + shapes_digest(directory)).encode()).hexdigest()
     passed = _CHECKS.expanduser() / digest[:24]
     if passed.exists():

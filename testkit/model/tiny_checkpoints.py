@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "recurrent layers call chunk_kimi_delta_attention",
     ),
-    "mamba": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2}, "interface"),
+    "mamba": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2}, "mamba_selective_scan"),
     "bloom": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "interface"),
     "mpt": ({"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 2, "n_heads": 4}, "flat batch"),
     "falcon": (

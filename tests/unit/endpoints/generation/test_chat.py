@@ -162,9 +162,8 @@ async def test_template_shapes_the_prompt(api: Api, tokenizer: PreTrainedTokeniz
     )
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/jobs"])
-async def test_a_message_that_the_template_leaves_out_is_refused_by_its_place(
-    make_api: MakeApi, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, path: str
+async def test_a_message_that_the_template_leaves_out_is_written_in_another_form(
+    make_api: MakeApi, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     template = (
         "{% if messages[0].role != 'system' %}Made by developers. {% endif %}{% for m in messages %}"
@@ -175,12 +174,14 @@ async def test_a_message_that_the_template_leaves_out_is_refused_by_its_place(
     other.save_pretrained(tmp_path)
     api = make_api(settings={"model": str(tmp_path)})
     first = {"role": "developer", "content": "in French"}
-    answer = await api.post("/tokenize", {"messages": [first, *HELLO]})
-    assert other.decode(answer.json()["tokens"]) == "<|system|>in French<|user|>hello"
     later = [*HELLO, {"role": "assistant", "content": "yes"}, first, *HELLO]
-    response = await api.post(path, {"model": MODEL, "messages": later})
-    assert refusal(response) == (400, "unsupported_parameter", "messages[2].role")
-    assert '"developer"' in response.json()["error"]["message"]
+    prompts = {
+        "<|system|>in French<|user|>hello": [first, *HELLO],
+        "<|user|>hello<|assistant|>yes<|user|>in French<|user|>hello": later,
+    }
+    for prompt, messages in prompts.items():
+        answer = await api.post("/tokenize", {"messages": messages})
+        assert other.decode(answer.json()["tokens"]).removeprefix("Made by developers. ") == prompt
 
 
 async def test_reply_can_be_sent_back_as_history(api: Api) -> None:
