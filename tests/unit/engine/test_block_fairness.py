@@ -168,4 +168,4 @@ def test_random_contexts_all_end_and_have_the_same_tokens(seeds: Seeds) -> None:
         assert world.engine._scheduler.num_preemptions <= 4 * len(asked), "nobody is preempted again and again"
         num_for_fairness += num_fairness_preemptions(world)
     if seeds.are_many:
-        assert num_for_fairness > 0, "the worlds do not reach what they should test"
+        assert num_for_fairness > 5, "the worlds do not reach what they should test"
