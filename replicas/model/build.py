@@ -69,7 +69,6 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     attention = choose_attention(loaded.attention_spec(limits.block_size, cache_dtype), options.attention_backend)
     graphs = _graph_builder(loaded, attention, options)
     block_bytes = bytes_per_block(loaded.layers, limits.block_size, cache_dtype)
-
     slot_bytes = bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
     has_gpu = loaded.device.type == "cuda"
 
@@ -77,7 +76,7 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
         whole = Room(options.kv_cache_bytes, f"kv_cache_bytes is {options.kv_cache_bytes}")
         if has_gpu:
             whole = _room_on_cuda(loaded, attention, tried, options, graphs)
-        if not loaded.state_layers:
+        if not loaded.state_layers or whole.num_bytes == 0:
             return whole
         num_slots = choose_state_slots(whole.num_bytes, slot_bytes, tried, whole.reason, has_gpu=has_gpu)
         return whole.beside_states(num_slots, slot_bytes)
@@ -102,15 +101,15 @@ def fit_limits(
         ModelLoadError: fewer than two blocks fit.
     """
     while True:
-        found = room(limits)
-        num_blocks = found.num_bytes // block_bytes - 1  # One block is the scratch block.
+        space = room(limits)
+        num_blocks = space.num_bytes // block_bytes - 1  # One block is the scratch block.
         lower = limits.held_by(num_blocks)
         if lower == limits:
             break
         limits = lower
     if num_blocks < 1:
-        raise ModelLoadError(f"{found.reason} for the KV cache; two blocks need {2 * block_bytes} bytes")
-    return limits, num_blocks, found.num_state_slots
+        raise ModelLoadError(f"{space.reason} for the KV cache; two blocks need {2 * block_bytes} bytes")
+    return limits, num_blocks, space.num_state_slots
 
 
 def describe_lowered(before: EngineLimits, after: EngineLimits, num_blocks: int) -> str | None:

@@ -21,7 +21,7 @@ class PlannedGather:
     def attend(self, call: AttentionCall) -> Tensor:
         layer = self._cache[call.layer]
         layer.write(self._slots, call.key, call.value)
-        # What is in no chunk is nobody's promise to be a number.
+        # Rows in no chunk are undefined.
         output = call.value.new_full((*call.query.shape[:2], call.value.shape[2]), torch.nan)
         if self._plan.decodes is not None and bool((self._plan.decodes.chunks[:, 2] > 0).any()):
             self._attend_decodes(call, self._plan.decodes, output)

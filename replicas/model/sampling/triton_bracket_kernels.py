@@ -55,15 +55,15 @@ def count_kernel(
     temperature = tl.load(columns + index * 5 + 1).to(tl.float32)
     first = tl.program_id(1) * part_size
     last = tl.minimum(first + part_size, vocab_size)
-    found = tl.zeros([NUM_BUCKETS], tl.int32)
+    numbers = tl.zeros([NUM_BUCKETS], tl.int32)
     for begin in range(first, last, TILE):
         cells = begin + tl.arange(0, TILE)
         values = tl.load(start + cells, mask=cells < last, other=float("-inf"))
-        found += tl.histogram(_buckets_of(values, peak, temperature, scale, NUM_BUCKETS), NUM_BUCKETS)
+        numbers += tl.histogram(_buckets_of(values, peak, temperature, scale, NUM_BUCKETS), NUM_BUCKETS)
     buckets = tl.arange(0, NUM_BUCKETS)
     # The tile's cells beyond the part are in the last bucket, whose count nothing reads.
-    is_needed = (found > 0) & (buckets < NUM_BUCKETS - 1)
-    tl.atomic_add(counts + index * NUM_BUCKETS + buckets, found, mask=is_needed, sem="relaxed")
+    is_needed = (numbers > 0) & (buckets < NUM_BUCKETS - 1)
+    tl.atomic_add(counts + index * NUM_BUCKETS + buckets, numbers, mask=is_needed, sem="relaxed")
 
 
 @triton.jit
