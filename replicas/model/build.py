@@ -19,7 +19,7 @@ from replicas.model.batch.inputs import batches_of_every_kind, dummy_batches, du
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, largest_mixed, step_shapes
 from replicas.model.hardware.device import choose_cache_dtype, compute_capability
 from replicas.model.hardware.device_memory import CudaMemory, MemoryShare, MemoryUse, measure_use
-from replicas.model.loading.facts import choose_state_slots
+from replicas.model.loading.facts import choose_state_slots, state_bytes
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
@@ -47,9 +47,9 @@ class Room:
 
     def beside_states(self, num_slots: int, slot_bytes: int) -> Room:
         """Return the room that slots for recurrent state, and a scratch slot, leave."""
-        state_bytes = (num_slots + 1) * slot_bytes
-        reason = f"{self.reason}, of which {num_slots} slots for recurrent state take {state_bytes},"
-        return Room(self.num_bytes - state_bytes, reason, num_slots)
+        taken = state_bytes(num_slots, slot_bytes)
+        reason = f"{self.reason}, of which {num_slots} slots for recurrent state take {taken},"
+        return Room(self.num_bytes - taken, reason, num_slots)
 
 
 def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptions) -> TorchModelRunner:
