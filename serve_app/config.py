@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_type_hints
@@ -21,7 +20,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 
 from replicas.engine.config import LOWERED_LIMITS, EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
@@ -209,19 +207,15 @@ class HeadwayConfig(_SettingsOfParts):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _read_none(cls, value: object, info: ValidationInfo) -> object:
-        """Read the word `none` as None for a field that may be None: `key=value` cannot express None otherwise."""
-        may_be_none = info.field_name is not None and _may_be_none(cls.model_fields[info.field_name])
-        return None if may_be_none and isinstance(value, str) and value.lower() == "none" else value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _read_units(cls, value: object, info: ValidationInfo) -> object:
-        """Read a number with a unit, such as `16k`, for a field that has a whole number."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        if not isinstance(value, str) or int not in (annotation, *get_args(annotation)):
+    def _read_text(cls, value: object, info: ValidationInfo) -> object:
+        """Read the texts of `key=value`: `none` where a field may be None, and `16k` where it may be a whole number."""
+        if not isinstance(value, str) or info.field_name is None:
             return value
-        count = read_count(value)
+        annotation = cls.model_fields[info.field_name].annotation
+        types = (annotation, *get_args(annotation))
+        if type(None) in types and value.lower() == "none":
+            return None
+        count = read_count(value) if int in types else None
         return value if count is None else count
 
     @field_validator("served_model_name")
@@ -450,13 +444,6 @@ class HeadwayConfig(_SettingsOfParts):
         """Most calls to a jobs worker; above the requests in all ingresses, so that long polls block no call."""
         return self.max_ongoing_requests_per_ingress * self.most_ingresses + _CONTROL_CALLS
 
-    def limits_on_gpu(self) -> Mapping[str, int]:
-        """Return the limits of steps that are not given, as they are for a replica with a GPU."""
-        given, limits = self.model_fields_set, self._part(EngineLimits)
-        max_tokens = limits.max_num_batched_tokens if "max_num_batched_tokens" in given else _GPU_BATCHED_TOKENS
-        max_seqs = limits.max_num_seqs if "max_num_seqs" in given else min(_GPU_SEQS, max(1, max_tokens - 1))
-        return {"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens}
-
     def flow_limits(self) -> FlowLimits:
         """Compose the limits of the requests that wait in an ingress."""
         waits = self.max_wait_s.by_band()
@@ -510,6 +497,7 @@ class HeadwayConfig(_SettingsOfParts):
         lowered = set(LOWERED_LIMITS) - self.model_fields_set if self.num_gpus_per_replica else ()
         return self._part(
             EngineLimits,
+            **self._step_limits(),
             lowered=frozenset(lowered),
             max_queued_requests=self.max_queued_requests_per_replica,
             max_queued_tokens=max(self.max_queue.interactive.max_tokens, self.max_queue.standard.max_tokens),
@@ -532,12 +520,17 @@ class HeadwayConfig(_SettingsOfParts):
 
     @property
     def _max_num_seqs(self) -> int:
-        return self._part(EngineLimits).max_num_seqs
+        return self._step_limits()["max_num_seqs"]
+
+    def _step_limits(self) -> dict[str, int]:
+        """Return the limits of steps; those that are not given depend on the device."""
+        limits, given = {name: getattr(self, name) for name in LOWERED_LIMITS}, self.model_fields_set
+        if self.num_gpus_per_replica and "max_num_batched_tokens" not in given:
+            limits["max_num_batched_tokens"] = _GPU_BATCHED_TOKENS
+        if self.num_gpus_per_replica and "max_num_seqs" not in given:
+            limits["max_num_seqs"] = min(_GPU_SEQS, max(1, limits["max_num_batched_tokens"] - 1))
+        return limits
 
     def _part(self, part: type[Part], **given: object) -> Part:
-        """Make one of `PARTS` from its settings and the given values of its other fields."""
-        return part(**{name: getattr(self, name) for name in settings_of(part)}, **given)
-
-
-def _may_be_none(field: FieldInfo) -> bool:
-    return type(None) in get_args(field.annotation)
+        """Make one of `PARTS` from its settings and the given values of its other fields, or in place of settings."""
+        return part(**{name: getattr(self, name) for name in settings_of(part)} | given)

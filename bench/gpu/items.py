@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.record import cell, ratio
 from replicas.model.loading.options import Device
 
 ITEM_LIMIT_S = 120.0
@@ -130,10 +131,12 @@ def compared(now: Sequence[Line], then: Sequence[Line], predictions: Sequence[Pr
     """Yield a line for each figure of this run that a former run or a prediction has, with them and the ratios."""
     former, by_figure = figures_of(then), {prediction.figure: prediction for prediction in predictions}
     for name, value in figures_of(now).items():
-        parts = [f"then {former[name]:g} ({_ratio(value, former[name])})"] if name in former else []
+        parts = [f"then {former[name]:g} ({cell(ratio(value, former[name]), '.2f')})"] if name in former else []
         if name in by_figure:
             predicted = by_figure[name]
-            parts.append(f"predicted {predicted.value:g} ({_ratio(value, predicted.value)}), bar {predicted.bar:g}")
+            parts.append(
+                f"predicted {predicted.value:g} ({cell(ratio(value, predicted.value), '.2f')}), bar {predicted.bar:g}"
+            )
         if parts:
             yield f"{name}: {value:g}, {', '.join(parts)}"
 
@@ -141,10 +144,6 @@ def compared(now: Sequence[Line], then: Sequence[Line], predictions: Sequence[Pr
 def figures_of(lines: Sequence[Line]) -> dict[str, float]:
     """Return all numbers among the figures of a run by their names."""
     return dict(numbers for line in lines for numbers in _numbers(f"{line.group}/{line.item}", line.figures))
-
-
-def _ratio(value: float, other: float) -> str:
-    return f"{value / other:.2f}" if other else "-"
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from testkit.model.engine_runs import (
     sample,
     tokens,
 )
-from testkit.model.recorded_steps import num_different, record
+from testkit.model.recorded_steps import num_changed_steps, record
 from testkit.model.tiny_checkpoints import write_checkpoint
 
 ARCHITECTURES = (
@@ -135,7 +136,7 @@ def check_sampler(device: str) -> Check:
     on_cpu, on_device = (
         [result.token_id for result in sample(some, sequences, frozenset({2}))] for some in (logits, logits.to(device))
     )
-    num_different = sum(one != other for one, other in zip(on_cpu, on_device, strict=True))
+    num_different = _num_unequal(on_cpu, on_device)
     return Check("sampler equals the CPU's", num_different == 0, f"{num_different} of {len(sequences)} rows differ")
 
 
@@ -150,7 +151,7 @@ def check_ahead(architecture: str, device: Device, *, compile_layers: bool = Fal
         work = _LARGE if is_large else _SMALL
         plain, _ = _run(loaded, work, is_ahead=False)
         ahead, num_captured = _run(loaded, work, is_ahead=True)
-    num_different = sum(one != other for one, other in zip(plain, ahead, strict=True))
+    num_different = _num_unequal(plain, ahead)
     layers = "with compiled layers, " if compile_layers else "large steps, " if is_large else ""
     may_be_eager = loaded.device.type != "cuda" or (compile_layers and architecture in NOT_CAPTURED_COMPILED)
     return Check(
@@ -169,7 +170,7 @@ def check_threads(device: Device) -> Check:
             runner = building.submit(_runner, loaded, _SMALL, is_ahead=True).result()
         with ThreadPoolExecutor(1) as running:
             ahead = running.submit(_outputs, runner, _SMALL, is_ahead=True).result()
-    num_different = sum(one != other for one, other in zip(plain, ahead, strict=True))
+    num_different = _num_unequal(plain, ahead)
     detail = f"{num_different} of {len(plain)} sequences differ, {num_graphs(runner)} graphs"
     return Check("built in one thread, run in another", num_different == 0, detail)
 
@@ -183,9 +184,13 @@ def check_replay(architecture: str, device: Device) -> Check:
         _outputs(runner, _SMALL, is_ahead=True)
         del runner
         release()
-        num_faults = num_different(_runner(loaded, _SMALL, is_ahead=True), steps)
+        num_faults = num_changed_steps(_runner(loaded, _SMALL, is_ahead=True), steps)
     detail = f"{num_faults} of {len(steps)} steps differ"
     return Check(f"{architecture}, recorded messages on a second runner", num_faults == 0 and len(steps) > 0, detail)
+
+
+def _num_unequal(some: Items[object], others: Items[object]) -> int:
+    return sum(one != other for one, other in zip(some, others, strict=True))
 
 
 def _run(loaded: LoadedModel, work: _Work, *, is_ahead: bool) -> tuple[list[tuple[int, ...]], int]:

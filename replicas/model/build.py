@@ -20,7 +20,7 @@ from replicas.model.batch.inputs import batches_of_every_kind, dummy_batches, du
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, largest_mixed, step_shapes
 from replicas.model.hardware.device import choose_cache_dtype, compute_capability
 from replicas.model.hardware.device_memory import CudaMemory, MemoryShare, MemoryUse, measure_use
-from replicas.model.loading.facts import choose_state_slots
+from replicas.model.loading.facts import choose_state_slots, state_bytes
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
@@ -48,9 +48,9 @@ class Room:
 
     def beside_states(self, num_slots: int, slot_bytes: int) -> Room:
         """Return the room that slots for recurrent state, and a scratch slot, leave."""
-        state_bytes = (num_slots + 1) * slot_bytes
-        reason = f"{self.reason}, of which {num_slots} slots for recurrent state take {state_bytes},"
-        return Room(self.num_bytes - state_bytes, reason, num_slots)
+        taken = state_bytes(num_slots, slot_bytes)
+        reason = f"{self.reason}, of which {num_slots} slots for recurrent state take {taken},"
+        return Room(self.num_bytes - taken, reason, num_slots)
 
 
 def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptions) -> TorchModelRunner:
@@ -78,7 +78,7 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
         whole = Room(options.kv_cache_bytes, f"kv_cache_bytes is {options.kv_cache_bytes}")
         if has_gpu:
             whole = _room_on_cuda(loaded, attention, tried, options, graphs)
-        if not loaded.state_layers:
+        if not loaded.state_layers or whole.num_bytes == 0:
             return whole
         num_slots = choose_state_slots(whole.num_bytes, slot_bytes, tried, whole.reason, has_gpu=has_gpu)
         return whole.beside_states(num_slots, slot_bytes)
@@ -104,17 +104,17 @@ def fit_limits(
         ModelLoadError: fewer blocks fit than a short sequence needs.
     """
     while True:
-        found = room(limits)
-        num_blocks = found.num_bytes // block_bytes - 1  # One block is the scratch block.
+        space = room(limits)
+        num_blocks = space.num_bytes // block_bytes - 1  # One block is the scratch block.
         lower = limits.held_by(num_blocks // num_tables)
         if lower == limits:
             break
         limits = lower
     if num_blocks < num_tables:
         raise ModelLoadError(
-            f"{found.reason} for the KV cache; {1 + num_tables} blocks need {(1 + num_tables) * block_bytes} bytes"
+            f"{space.reason} for the KV cache; {1 + num_tables} blocks need {(1 + num_tables) * block_bytes} bytes"
         )
-    return limits, num_blocks, found.num_state_slots
+    return limits, num_blocks, space.num_state_slots
 
 
 def describe_lowered(before: EngineLimits, after: EngineLimits, num_blocks: int, num_tables: int = 1) -> str | None:

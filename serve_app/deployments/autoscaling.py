@@ -141,14 +141,9 @@ def with_gpus(config: HeadwayConfig) -> HeadwayConfig:
     num_gpus = 0.0 if is_complete or config.replica_options().model.device == "cpu" else _num_cluster_gpus()
     gpus_per_replica = config.num_gpus_per_replica if config.num_gpus_per_replica is not None else float(num_gpus >= 1)
     changes: dict[str, object] = {"num_gpus_per_replica": gpus_per_replica}
-    if gpus_per_replica > 0:
-        changes |= config.limits_on_gpu()
     if config.max_replicas is None and gpus_per_replica > 0:
         changes["max_replicas"] = max(config.num_replicas, int(num_gpus / gpus_per_replica))
-    changed = config.model_copy(update=changes)
-    # A limit that nobody chose may still be lowered, and follows the device when the configuration is read again.
-    changed.model_fields_set.difference_update(changes.keys() - config.model_fields_set)
-    return changed
+    return config.model_copy(update=changes)
 
 
 def _num_cluster_gpus() -> float:

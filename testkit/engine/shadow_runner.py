@@ -82,9 +82,9 @@ class ShadowStates:
         assert target > 0, "wrote to the scratch slot"
         first = item.start - item.start % self._block_size
         if item.start > 0:
-            boundary, kept = self._slots[source]
+            boundary, since = self._slots[source]
             assert boundary == first, f"state at {boundary} read for {first}"
-            assert kept[: item.start - first + 1] == prefixes[first : item.start + 1], "stale state"
+            assert since[: item.start - first + 1] == prefixes[first : item.start + 1], "stale state"
         for boundary, slot in (*item.state.snapshots, (item.end - item.end % self._block_size, target)):
             assert slot != source or boundary == first, "overwrote the state that a repetition reads"
             assert item.start < boundary <= item.end or slot == target
@@ -94,9 +94,9 @@ class ShadowStates:
         """Make invalid what the item has written, apart from the state that it has read."""
         for slot in (item.state.target, *(slot for _, slot in item.state.snapshots)):
             if slot in self._slots:
-                boundary, kept = self._slots[slot]
+                boundary, since = self._slots[slot]
                 is_read = slot == item.state.source
-                self._slots[slot] = (boundary, kept[: item.start - boundary + 1]) if is_read else (boundary, [])
+                self._slots[slot] = (boundary, since[: item.start - boundary + 1]) if is_read else (boundary, [])
 
 
 class ShadowRunner:

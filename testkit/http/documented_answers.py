@@ -93,10 +93,10 @@ class DocumentedAnswers:
         *parts, rest = given.body.decode().split("\n\n")
         if rest and not given.is_cut:
             yield f"the stream ends within an event: {rest[:200]!r}"
-        found = [_EVENT.fullmatch(part) for part in parts if not part.startswith(":")]
-        if None in found:
+        matches = [_EVENT.fullmatch(part) for part in parts if not part.startswith(":")]
+        if None in matches:
             yield "the stream has a line that is neither data nor a comment"
-        events = [event for event in found if event is not None]
+        events = [event for event in matches if event is not None]
         data = [event["data"] for event in events]
         if any(event["name"] is not None and event["name"] != json.loads(event["data"])["type"] for event in events):
             yield "an event's name is not its type"

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from testkit.http.named_events import read_named
+
 _DELTAS = {
     "text": ("text_delta",),
     "thinking": ("thinking_delta", "signature_delta"),
@@ -41,9 +43,8 @@ class MessageStream:
         if name == "error":
             self.state, self.error = "failed", event["error"]
             return
-        state, self.state = self.state, _NEXT[self.state, name]
+        self.state = _NEXT[self.state, name]
         getattr(self, f"_{name}")(event)
-        assert state != self.state or name == "content_block_delta"
 
     def _message_start(self, event: dict[str, Any]) -> None:
         self.message = event["message"]
@@ -107,10 +108,8 @@ _NEXT = {
 
 def read_messages(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the events of a stream with their names."""
-    events = []
-    for part in text.split("\n\n")[:-1]:
-        name, data = part.split("\n")
-        events.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    events, is_done = read_named(text)
+    assert not is_done
     return events
 
 

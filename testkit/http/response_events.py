@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
+
+from testkit.http.named_events import read_named
 
 _SDK: TypeAdapter[Any] = TypeAdapter(cast("Any", ResponseStreamEvent))
 _ENDS = ("response.completed", "response.incomplete", "response.failed")
@@ -109,14 +110,7 @@ class ResponseStream:
 
 def read_responses(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the events of a stream with their names; a stream that did not fail ends with `[DONE]`."""
-    events = []
-    *parts, rest = text.split("\n\n")
-    assert not rest
-    parts = [part for part in parts if not part.startswith(":")]  # Comments.
-    is_done = parts[-1] == "data: [DONE]"
-    for part in parts[: len(parts) - is_done]:
-        name, data = part.split("\n")
-        events.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    events, is_done = read_named(text)
     assert is_done == (events[-1][0] != "response.failed")
     return events
 

@@ -21,7 +21,7 @@ class PlannedGather:
     def attend(self, call: AttentionCall) -> Tensor:
         layer = self._cache[call.layer]
         layer.write(self._slots, call.key, call.value)
-        # What is in no chunk is nobody's promise to be a number.
+        # Rows in no chunk are undefined.
         output = call.value.new_full((*call.query.shape[:2], call.value.shape[2]), torch.nan)
         if self._plan.decodes is not None and bool((self._plan.decodes.chunks[:, 2] > 0).any()):
             self._attend_decodes(call, self._plan.decodes, output)
@@ -36,8 +36,8 @@ class PlannedGather:
         keys, values = layer.keys[tables].flatten(1, 2), layer.values[tables].flatten(1, 2)
         positions = torch.arange(keys.shape[1])
         visible = (positions < lengths) & (positions >= lengths - (call.window or keys.shape[1]))
-        # Nor is what a row does not see.
-        keys, values = (some.masked_fill(~visible[:, :, None, None], 0.0).transpose(1, 2) for some in (keys, values))
+        # What a row does not see is undefined, too.
+        keys, values = (part.masked_fill(~visible[:, :, None, None], 0.0).transpose(1, 2) for part in (keys, values))
         rows = chunks[:, 0].long()
         attended = attend_dense(call.query[rows][:, :, None], keys, values, visible[:, None, None], call.scoring)
         output[rows] = attended[:, :, 0]
@@ -50,6 +50,6 @@ class PlannedGather:
                 output[rows] = 0.0
             elif num_tokens > 0:
                 blocks = group.tables[table_row, : -(-end // self._cache.block_size)].long()
-                keys, values = (some[blocks].flatten(0, 1)[:end] for some in (layer.keys, layer.values))
+                keys, values = (part[blocks].flatten(0, 1)[:end] for part in (layer.keys, layer.values))
                 attended = attend_by_definition(call.query[rows], keys, values, call.scoring, call.window)
                 output[rows] = attended.to(output.dtype)

@@ -43,7 +43,7 @@ def record(runner: TorchModelRunner) -> list[RecordedStep]:
     return steps
 
 
-def num_different(runner: TorchModelRunner, steps: Iterable[RecordedStep]) -> int:
+def num_changed_steps(runner: TorchModelRunner, steps: Iterable[RecordedStep]) -> int:
     """Run the messages of `steps` on `runner`, which has run nothing; return the number of steps with other results.
 
     No step waits for the results of another. Results are equal if all their bits are.

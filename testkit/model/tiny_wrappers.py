@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
-from testkit.model.tiny_checkpoints import LAYER_TYPES, SHARED_KV, VOCAB_SIZE, tiny_tokenizer
+from testkit.model.tiny_checkpoints import LAYER_TYPES, SHARED_KV, VOCAB_SIZE
 
 _VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32,
@@ -104,7 +104,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 """Configs by type, with a suffix for each further form of a type."""
 
 
-def write_wrapper(path: Path, name: str, with_tokenizer: bool = False) -> PreTrainedModel:
+def write_wrapper(path: Path, name: str) -> PreTrainedModel:
     """Write the checkpoint `name` of `WRAPPERS` into `path` and return the whole model in float32."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[name.partition("-")[0]](**WRAPPERS[name])
@@ -115,6 +115,4 @@ def write_wrapper(path: Path, name: str, with_tokenizer: bool = False) -> PreTra
                 weight.normal_(0.0, 0.15)
     model.generation_config.eos_token_id = None
     model.save_pretrained(path)
-    if with_tokenizer:
-        tiny_tokenizer().save_pretrained(path)
     return model

@@ -92,9 +92,9 @@ class ModelFacts:
         if self.conv_channels:
             limit = f"kv_cache_bytes is {available}"
             num_slots = choose_state_slots(available, self.state_slot_bytes(model, limits), limits, limit)
-            state_bytes = (num_slots + 1) * self.state_slot_bytes(model, limits)
-            available -= state_bytes
-            beside = f", of which {num_slots} slots for recurrent state take {state_bytes}"
+            taken = state_bytes(num_slots, self.state_slot_bytes(model, limits))
+            available -= taken
+            beside = f", of which {num_slots} slots for recurrent state take {taken}"
         num_tokens = model.max_model_len or 1
         needed = self.cache_bytes(model, runner, limits, num_tokens)
         if needed is not None and available < needed:
@@ -132,6 +132,11 @@ def choose_state_slots(
             f"{(least + 1) * slot_bytes} bytes"
         )
     return num_slots
+
+
+def state_bytes(num_slots: int, slot_bytes: int) -> int:
+    """Return the size of slots for recurrent state, with the scratch slot, in bytes."""
+    return (num_slots + 1) * slot_bytes
 
 
 def choose_max_model_len(longest: int | None, asked: int | None) -> int:

@@ -18,7 +18,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replicas.model.sampling.triton_kernels import _keys_of, _mass_of_key, _masses_of
+from replicas.model.sampling.triton_kernels import (
+    _keys_of,
+    _keys_of_digit,
+    _mass_of_key,
+    _masses_of,
+    _row_params,
+    _unknown_bits,
+    _with_digit,
+)
 
 _NEAR = tl.constexpr(1.0 / 2048)
 """Share of a sum by which an estimate may be wrong: buckets are narrow, and errors of their tokens cancel."""
@@ -28,18 +36,6 @@ _NEAR = tl.constexpr(1.0 / 2048)
 def _buckets_of(values, peak, temperature, scale, NUM_BUCKETS: tl.constexpr):
     distances = tl.minimum((peak - values) / temperature * scale, NUM_BUCKETS - 1.0)
     return tl.minimum(tl.maximum(distances.to(tl.int32), 0), NUM_BUCKETS - 1)
-
-
-@triton.jit
-def _row_params(columns, index, is_row, vocab_size):
-    """Return uniform number, temperature, top-p, min-p and top-k of rows."""
-    params = columns + index * 5
-    uniform = tl.load(params, mask=is_row, other=0.0)
-    temperature = tl.load(params + 1, mask=is_row, other=1.0).to(tl.float32)
-    top_p = tl.load(params + 2, mask=is_row, other=1.0)
-    min_p = tl.load(params + 3, mask=is_row, other=0.0).to(tl.float32)
-    top_k = tl.minimum(tl.load(params + 4, mask=is_row, other=1.0), vocab_size).to(tl.int64)
-    return uniform, temperature, top_p, min_p, top_k
 
 
 @triton.jit
@@ -55,15 +51,15 @@ def count_kernel(
     temperature = tl.load(columns + index * 5 + 1).to(tl.float32)
     first = tl.program_id(1) * part_size
     last = tl.minimum(first + part_size, vocab_size)
-    found = tl.zeros([NUM_BUCKETS], tl.int32)
+    numbers = tl.zeros([NUM_BUCKETS], tl.int32)
     for begin in range(first, last, TILE):
         cells = begin + tl.arange(0, TILE)
         values = tl.load(start + cells, mask=cells < last, other=float("-inf"))
-        found += tl.histogram(_buckets_of(values, peak, temperature, scale, NUM_BUCKETS), NUM_BUCKETS)
+        numbers += tl.histogram(_buckets_of(values, peak, temperature, scale, NUM_BUCKETS), NUM_BUCKETS)
     buckets = tl.arange(0, NUM_BUCKETS)
     # The tile's cells beyond the part are in the last bucket, whose count nothing reads.
-    is_needed = (found > 0) & (buckets < NUM_BUCKETS - 1)
-    tl.atomic_add(counts + index * NUM_BUCKETS + buckets, found, mask=is_needed, sem="relaxed")
+    is_needed = (numbers > 0) & (buckets < NUM_BUCKETS - 1)
+    tl.atomic_add(counts + index * NUM_BUCKETS + buckets, numbers, mask=is_needed, sem="relaxed")
 
 
 @triton.jit
@@ -173,20 +169,12 @@ def _search_listed(bound, before, keys, masses, num_digits, TILE_ROWS: tl.conste
     key = tl.zeros([TILE_ROWS], tl.uint32)
     above = before
     for digit in range(num_digits):
-        shift = (tl.zeros([TILE_ROWS], tl.int32) + (30 - 2 * digit)).to(tl.uint32)
-        one = (tl.zeros([TILE_ROWS], tl.uint32) + 1) << shift
-        rest = one - 1
-        first = before + tl.sum(tl.where(keys > (key | rest)[:, None], masses, 0), 1)
-        second = before + tl.sum(tl.where(keys > (key | one | rest)[:, None], masses, 0), 1)
-        third = before + tl.sum(tl.where(keys > (key | (one << 1) | rest)[:, None], masses, 0), 1)
-        above = tl.where(third < bound, third, above)
-        above = tl.where(second < bound, second, above)
-        above = tl.where(first < bound, first, above)
-        passed = (first >= bound).to(tl.uint32) + (second >= bound).to(tl.uint32) + (third >= bound).to(tl.uint32)
-        key = key | (passed << shift)
-    unknown = (32 - 2 * num_digits).to(tl.uint32)
-    ones = ((tl.zeros([TILE_ROWS], tl.uint32) + 1) << unknown) - 1
-    return key | ones, above
+        shift, first_key, second_key, third_key = _keys_of_digit(key, digit, TILE_ROWS)
+        first = before + tl.sum(tl.where(keys > first_key[:, None], masses, 0), 1)
+        second = before + tl.sum(tl.where(keys > second_key[:, None], masses, 0), 1)
+        third = before + tl.sum(tl.where(keys > third_key[:, None], masses, 0), 1)
+        key, above = _with_digit(key, above, bound, shift, first, second, third)
+    return key | _unknown_bits(key, num_digits), above
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -54,6 +54,43 @@ def _sums_above(
 
 
 @triton.jit
+def _row_params(columns, index, is_row, vocab_size):
+    """Return uniform number, temperature, top-p, min-p and top-k of rows."""
+    params = columns + index * 5
+    uniform = tl.load(params, mask=is_row, other=0.0)
+    temperature = tl.load(params + 1, mask=is_row, other=1.0).to(tl.float32)
+    top_p = tl.load(params + 2, mask=is_row, other=1.0)
+    min_p = tl.load(params + 3, mask=is_row, other=0.0).to(tl.float32)
+    top_k = tl.minimum(tl.load(params + 4, mask=is_row, other=1.0), vocab_size).to(tl.int64)
+    return uniform, temperature, top_p, min_p, top_k
+
+
+@triton.jit
+def _keys_of_digit(key, digit, TILE_ROWS: tl.constexpr):
+    """Return the place of a digit of two bits, and the greatest keys that have 0, 1 and 2 there."""
+    shift = (tl.zeros([TILE_ROWS], tl.int32) + (30 - 2 * digit)).to(tl.uint32)
+    one = (tl.zeros([TILE_ROWS], tl.uint32) + 1) << shift
+    rest = one - 1
+    return shift, key | rest, key | one | rest, key | (one << 1) | rest
+
+
+@triton.jit
+def _with_digit(key, above, bound, shift, first, second, third):
+    """Return the key with its next digit, and the sum above it; `first` to `third` are those above the three keys."""
+    above = tl.where(third < bound, third, above)
+    above = tl.where(second < bound, second, above)
+    above = tl.where(first < bound, first, above)
+    passed = (first >= bound).to(tl.uint32) + (second >= bound).to(tl.uint32) + (third >= bound).to(tl.uint32)
+    return key | (passed << shift), above
+
+
+@triton.jit
+def _unknown_bits(key, num_digits):
+    unknown = (32 - 2 * num_digits).to(tl.uint32)
+    return ((tl.zeros_like(key) + 1) << unknown) - 1
+
+
+@triton.jit
 def _search(
     bound, start, is_row, vocab_size, peak, temperature, min_p, counts, num_digits,
     TILE_ROWS: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
@@ -62,28 +99,19 @@ def _search(
     key = tl.zeros([TILE_ROWS], tl.uint32)
     above = tl.zeros([TILE_ROWS], tl.int64)
     for digit in range(num_digits):
-        shift = (tl.zeros([TILE_ROWS], tl.int32) + (30 - 2 * digit)).to(tl.uint32)
-        one = (tl.zeros([TILE_ROWS], tl.uint32) + 1) << shift
-        rest = one - 1
+        shift, first_key, second_key, third_key = _keys_of_digit(key, digit, TILE_ROWS)
         first, second, third = _sums_above(
-            start, is_row, vocab_size, peak, temperature, min_p, key | rest, key | one | rest, key | (one << 1) | rest,
+            start, is_row, vocab_size, peak, temperature, min_p, first_key, second_key, third_key,
             counts, TILE_ROWS, TILE, WHOLE,
         )  # fmt: skip
-        above = tl.where(third < bound, third, above)
-        above = tl.where(second < bound, second, above)
-        above = tl.where(first < bound, first, above)
-        passed = (first >= bound).to(tl.uint32) + (second >= bound).to(tl.uint32) + (third >= bound).to(tl.uint32)
-        key = key | (passed << shift)
-    unknown = (32 - 2 * num_digits).to(tl.uint32)
-    ones = ((tl.zeros([TILE_ROWS], tl.uint32) + 1) << unknown) - 1
-    return key | ones, above
+        key, above = _with_digit(key, above, bound, shift, first, second, third)
+    return key | _unknown_bits(key, num_digits), above
 
 
 @triton.jit
 def _mass_of_key(key, num_digits, peak, temperature, min_p, WHOLE: tl.constexpr):
     """Return the mass of a token with this key. Of a key with unknown bits, those of its value are zeros."""
-    unknown = (32 - 2 * num_digits).to(tl.uint32)
-    ones = ((tl.zeros_like(key) + 1) << unknown) - 1
+    ones = _unknown_bits(key, num_digits)
     key = tl.where((key >> 31) == 1, key - (key & ones), key | ones)
     return _masses_of(_values_of(key), peak, temperature, min_p, WHOLE)
 
@@ -131,12 +159,7 @@ def draw_kernel(
     if tl.max(is_row.to(tl.int32), 0) == 0:
         return
     start = logits + tl.load(rows + index, mask=is_row, other=0) * stride
-    params = columns + index * 5
-    uniform = tl.load(params, mask=is_row, other=0.0)
-    temperature = tl.load(params + 1, mask=is_row, other=1.0).to(tl.float32)
-    top_p = tl.load(params + 2, mask=is_row, other=1.0)
-    min_p = tl.load(params + 3, mask=is_row, other=0.0).to(tl.float32)
-    top_k = tl.minimum(tl.load(params + 4, mask=is_row, other=1.0), vocab_size).to(tl.int64)
+    uniform, temperature, top_p, min_p, top_k = _row_params(columns, index, is_row, vocab_size)
 
     highest = tl.full([TILE_ROWS, TILE], float("-inf"), tl.float32)
     fraction = tl.zeros([TILE_ROWS, TILE], tl.uint32)

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from replicas.errors import ModelLoadError
 from replicas.model.hardware.limits import available_memory_bytes
 from replicas.model.loading.checks import num_weights
-from replicas.model.loading.facts import choose_state_slots
+from replicas.model.loading.facts import choose_state_slots, state_bytes
 from replicas.model.loading.memory import replica_memory
 from serve_app.cli.checks.machine_checks import Check, Status
 from serve_app.cli.clients.terminal import stderr
@@ -77,7 +77,7 @@ def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
         except ModelLoadError as error:
             yield Check("recurrent state", Status.FAIL, str(error), "raise kv_cache_bytes or gpu_memory_utilization")
             return
-        cache_bytes -= (num_slots + 1) * slot_bytes
+        cache_bytes -= state_bytes(num_slots, slot_bytes)
         yield Check("recurrent state", Status.OK, f"{num_slots} slots of {decimal(slot_bytes)}")
     yield _cache_check(cache_bytes, diagnosis)
     needed = f"{decimal(total)} of {decimal(free)} that are free"

@@ -142,7 +142,7 @@ class Server:
             )
             steps.close()
             print(*self._report(config, cluster).lines(), sep="\n", file=lines, flush=True)
-            disks = DiskWatch({"data_dir": Path(self._config.data_dir), "TMPDIR": cluster.folder})
+            disks = DiskWatch({"data_dir": Path(self._config.data_dir), None: cluster.folder.parent})
             self._wait_for_signal(lines, disks)
 
     def _wait_for_signal(self, lines: TextIO, disks: DiskWatch) -> None:

@@ -17,7 +17,7 @@ from replicas.protocol import GenerateRequest, SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import build_engine, engine_over, load, make_runner, num_preemptions, run
 from testkit.model.planned_gather import PlannedGather
-from testkit.model.recorded_steps import RecordedStep, num_different, record
+from testkit.model.recorded_steps import RecordedStep, num_changed_steps, record
 from tests.model.cuda_graphs.test_steps_ahead import LOOKING_BACK, PARAMS, TIGHT, check_same, requests_with
 
 EVERY_KIND = (
@@ -72,7 +72,7 @@ def recording(request: pytest.FixtureRequest) -> Recording:
 
 
 def test_a_second_runner_computes_the_same_bits(recording: Recording) -> None:
-    assert num_different(recording.second_runner(), recording.steps) == 0
+    assert num_changed_steps(recording.second_runner(), recording.steps) == 0
 
 
 def test_the_recorded_steps_are_of_every_kind(recording: Recording) -> None:
@@ -105,7 +105,7 @@ def test_a_replay_with_other_numbers_is_found(recording: Recording) -> None:
     message.words[inputs.start] += 1
     changed = RecordedStep(pickle.dumps(message), recording.steps[index].results, recording.steps[index].masks)
     steps = [*recording.steps[:index], changed, *recording.steps[index + 1 :]]
-    assert num_different(recording.second_runner(), steps) > 0
+    assert num_changed_steps(recording.second_runner(), steps) > 0
 
 
 class FailingRunner:

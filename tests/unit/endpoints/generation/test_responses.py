@@ -329,7 +329,7 @@ def random_fields(rng: random.Random, num_tokens: int) -> dict[str, Any]:
     if rng.random() < 0.3:
         fields["reasoning"] = {"summary": "auto"}
     if rng.random() < 0.3:
-        # Which tokens a whole answer's texts have is known only where there are no calls.
+        # A whole answer shows the tokens of its texts only if it has no calls.
         with_logprobs = [] if fields else ["message.output_text.logprobs"]
         fields["include"] = ["reasoning.encrypted_content", *with_logprobs]
     if rng.random() < 0.2:
