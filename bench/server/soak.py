@@ -76,6 +76,13 @@ class Load:
         self.answers[f"{kind} {answer.status_code}"] += 1
         return answer
 
+    async def _poll(self, path: str) -> Any:
+        """Return what is at `path`; ask again each second while the server refuses."""
+        while (answer := await self._http.get(path)).is_error:
+            self.answers[f"poll {answer.status_code}"] += 1
+            await asyncio.sleep(1)
+        return answer.json()
+
     async def _chat(self) -> None:
         limit_s = self._rng.uniform(0.01, 0.3) if self._rng.random() < 0.33 else _LIMIT_S
         with contextlib.suppress(TimeoutError):
@@ -108,7 +115,7 @@ class Load:
     async def _job(self) -> None:
         job = (await self._post("job", "/v1/jobs", json=self._chat_body())).json()
         while job["status"] in ("queued", "running"):
-            job = (await self._http.get(f"/v1/jobs/{job['id']}?wait=30")).json()
+            job = await self._poll(f"/v1/jobs/{job['id']}?wait=30")
 
     async def _batch(self) -> None:
         requests = [
@@ -121,7 +128,7 @@ class Load:
         batch = (await self._post("batch", "/v1/batches", json=fields)).json()
         while batch["status"] in ("validating", "in_progress", "finalizing"):
             await asyncio.sleep(1)
-            batch = (await self._http.get(f"/v1/batches/{batch['id']}")).json()
+            batch = await self._poll(f"/v1/batches/{batch['id']}")
         self.answers[f"batch {batch['status']}"] += 1
         self.answers["batch lines"] += batch["request_counts"]["completed"]
         for file_id in filter(None, (file["id"], batch["output_file_id"], batch["error_file_id"])):
