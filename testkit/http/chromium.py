@@ -18,6 +18,11 @@ import aiohttp
 from testkit.limits import START_LIMIT_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+_KEYS = {"Enter": 13, "Escape": 27, "Tab": 9}
+_HAS_VISIBLE_FOCUS = """getComputedStyle(document.activeElement).outlineStyle === "solid"
+    || document.activeElement === document.body"""
+_MOST_STOPS = 100
+"""More than a page has places that Tab reaches before the wanted one."""
 _OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"),
     *("--remote-debugging-port=0", "--hide-scrollbars"),
@@ -56,6 +61,27 @@ class Tab:
             while not (found := await self.value(expression)):
                 await asyncio.sleep(0.1)
         return found
+
+    async def press(self, key: str) -> None:
+        """Press Enter, Escape or Tab."""
+        for kind in ("keyDown", "keyUp"):
+            text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
+            await self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS[key], **text
+            )
+
+    async def tab_to(self, condition: str) -> None:
+        """Press Tab until the focused element meets a condition. The focus must be visible at each element before it.
+
+        Raises:
+            AssertionError: no such element is reached, or a focus is not visible.
+        """
+        for _ in range(_MOST_STOPS):
+            await self.press("Tab")
+            assert await self.value(_HAS_VISIBLE_FOCUS), await self.value("document.activeElement.outerHTML")
+            if await self.value(f"(focused => {condition})(document.activeElement)"):
+                return
+        raise AssertionError(f"Tab reaches nothing with {condition}")
 
     async def resize(self, width: int, height: int, scheme: str = "light") -> None:
         """Set the size of the window, pixels, and the preferred colour scheme."""

@@ -49,10 +49,6 @@ SCRIPTS = (
     Script("word " * 1500, ("without end",), rank=4),
 )
 LAST = "document.querySelector('#messages > :last-child')"
-HAS_VISIBLE_FOCUS = """getComputedStyle(document.activeElement).outlineStyle === "solid"
-    || document.activeElement === document.body"""
-MOST_STOPS = 40
-"""More than the page has places that Tab reaches."""
 IS_WIDER = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 
 
@@ -68,24 +64,6 @@ class Chat:
     tab: Tab
     url: str
 
-    async def press(self, key: str, **options: Any) -> None:
-        text = {"text": "\r"} if key == "Enter" else {}
-        codes = {"Enter": 13, "Escape": 27, "Tab": 9}
-        for kind in ("keyDown", "keyUp"):
-            await self.tab.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key],
-                **(text if kind == "keyDown" else {}), **options,
-            )  # fmt: skip
-
-    async def tab_to(self, condition: str) -> None:
-        """Press Tab until the focused element meets a condition; the focus must be visible at each one before it."""
-        for _ in range(MOST_STOPS):
-            await self.press("Tab")
-            assert await self.tab.value(HAS_VISIBLE_FOCUS), await self.tab.value("document.activeElement.outerHTML")
-            if await self.tab.value(f"(focused => {condition})(document.activeElement)"):
-                return
-        raise AssertionError(f"Tab reaches nothing with {condition}")
-
     async def write(self, text: str) -> None:
         """Write into the focused field, which may not be ready yet."""
         while not await self.tab.value("document.activeElement.value"):
@@ -95,7 +73,7 @@ class Chat:
         """Send a message, and wait for the end of the answer."""
         await self.tab.until("document.activeElement.id === 'input'")
         await self.write(text)
-        await self.press("Enter")
+        await self.tab.press("Enter")
         await self.tab.until(f"messages.some(message => message.content.includes({text!r}))")
         if is_answered:
             await self.tab.until(f"running === null && {LAST}.classList.contains('assistant')")
@@ -169,8 +147,8 @@ async def test_reasoning_and_a_tool_call_are_shown_and_its_result_is_sent(chat: 
     await chat.tab.until("document.querySelector('.call textarea') !== null")
     await chat.tab.value("document.querySelector('.call textarea').focus()")
     await chat.write("18 degrees")
-    await chat.press("Tab")
-    await chat.press("Enter")
+    await chat.tab.press("Tab")
+    await chat.tab.press("Enter")
     await chat.tab.until(f"running === null && {LAST}.textContent.includes('sunny')")
     assert await chat.tab.value("document.querySelectorAll('.call form:not([hidden])').length") == 0
 
@@ -178,7 +156,7 @@ async def test_reasoning_and_a_tool_call_are_shown_and_its_result_is_sent(chat: 
 async def test_escape_stops_an_answer_which_may_be_tried_again(chat: Chat) -> None:
     await chat.ask("Talk without end", is_answered=False)
     await chat.tab.until(f"running !== null && {LAST}.textContent.includes('word')")
-    await chat.press("Escape")
+    await chat.tab.press("Escape")
     await chat.tab.until("running === null")
     assert "stopped" in await chat.text(".note")
     await chat.tab.value(f"{LAST}.querySelector('.again').click()")
@@ -190,17 +168,17 @@ async def test_escape_stops_an_answer_which_may_be_tried_again(chat: Chat) -> No
 
 async def test_the_keyboard_alone_is_enough(chat: Chat) -> None:
     await chat.tab.value("document.activeElement.blur()")
-    await chat.tab_to("focused.id === 'input'")
+    await chat.tab.tab_to("focused.id === 'input'")
     await chat.ask("Tell me about the tides")
     assert await chat.text("h3") == "Tides"
-    await chat.tab_to("focused.textContent === 'Copy'")
-    await chat.tab_to("focused.id === 'input'")
+    await chat.tab.tab_to("focused.textContent === 'Copy'")
+    await chat.tab.tab_to("focused.id === 'input'")
     await chat.ask("Talk without end", is_answered=False)
-    await chat.tab_to("focused.id === 'stop'")
-    await chat.press("Enter")
+    await chat.tab.tab_to("focused.id === 'stop'")
+    await chat.tab.press("Enter")
     await chat.tab.until("running === null && document.activeElement.id === 'input'")
-    await chat.tab_to("focused.id === 'new'")
-    await chat.press("Enter")
+    await chat.tab.tab_to("focused.id === 'new'")
+    await chat.tab.press("Enter")
     await chat.tab.until("messages.length === 0 && document.activeElement.id === 'input'")
 
 
@@ -244,7 +222,7 @@ class TestWithKeys:
         for key, is_right in (("wrong", False), ("acme", True)):
             await chat.tab.until("document.activeElement?.id === 'key' && document.activeElement.value === ''")
             await chat.write(key)
-            await chat.press("Enter")
+            await chat.tab.press("Enter")
             if not is_right:
                 await chat.tab.until("document.getElementById('key-error')?.textContent.includes('key')")
         await chat.tab.until("document.querySelector('dialog') === null && document.getElementById('s-model').value")

@@ -1,4 +1,4 @@
-"""The API reference in a real browser: it fits every window, its links unfold their parts, and "try it" works."""
+"""The API reference in a real browser: it fits every window, links unfold parts, "try it" works, also by keyboard."""
 
 from pathlib import Path
 
@@ -44,6 +44,17 @@ async def test_an_example_names_this_server_and_a_link_unfolds_an_object(api: Ap
         await tab.until(READY)
         assert await tab.value("document.getElementById('ChatMessage').open")
         assert f"{url}/v1/chat/completions" in await tab.value(f"{CHAT}.querySelector('.sample').textContent")
+
+
+async def test_a_request_is_tried_by_keyboard_alone(api: Api, tmp_path: Path) -> None:
+    async with serving(api.app) as url, open_tab(f"{url}/docs", tmp_path / "profile") as tab:
+        await tab.until(READY)
+        await tab.tab_to(f"focused === {CHAT}.querySelector('summary')")
+        await tab.press("Enter")
+        await tab.until(f"{CHAT}.open")
+        await tab.tab_to(f"focused === {CHAT}.querySelector('.try button')")
+        await tab.press("Enter")
+        await tab.until(f"{CHAT}.querySelector('.status').textContent.startsWith('200 after')")
 
 
 async def test_a_request_is_tried_and_a_key_asked_for(make_api: MakeApi, tmp_path: Path) -> None:
