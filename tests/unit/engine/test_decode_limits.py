@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 
 import pytest
@@ -20,11 +20,22 @@ ALONE_MS, TARGET_MS = 21.0, 60.0
 AUTO, EXPLICIT, NONE = (0.0, None, None), (TARGET_MS / 1000, None, None), (None, None, None)
 
 
+@dataclass(frozen=True)
 class ConvexStepTimes(StepTimes):
     """Times of a small model on a CPU: each further sequence costs more; 21 ms with one, 79 with 32."""
 
     def of(self, shape: StepShape) -> float:
         return super().of(shape) + 30e-6 * shape.num_decodes**2
+
+
+@dataclass(frozen=True)
+class UnevenStepTimes(ConvexStepTimes):
+    """Times of a machine whose speed changes from step to step."""
+
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def of(self, shape: StepShape) -> float:
+        return super().of(shape) * self.rng.lognormvariate(0.0, 0.25)
 
 
 CPU = ConvexStepTimes(base_s=20e-3, per_decode_s=0.9e-3, per_prefill_token_s=0.6e-3)
@@ -97,6 +108,12 @@ def test_tpot_converges_to_the_target_and_the_batch_keeps_half(
             assert 0.75 * target_ms <= fmean(served.tpots_ms) <= 1.05 * target_ms
     # Prompts are not held, so decodes make up for them: with many the batch keeps a little less.
     assert rates[targets_s] >= (0.5 if num_prompt_tokens == 16 else 0.4) * rates[NONE]
+
+
+def test_steps_of_uneven_times_use_the_whole_target() -> None:
+    server = Server(AUTO, times=UnevenStepTimes(**asdict(CPU)))
+    server.serve(16.0)
+    assert 1.44 * ALONE_MS <= fmean(server.serve(240.0).tpots_ms) <= 1.6 * ALONE_MS
 
 
 def test_the_first_stream_beside_a_full_batch_meets_the_target() -> None:
