@@ -28,6 +28,8 @@ class Client:
     program: str
     """File of its program."""
     packages: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    """Arguments of the program."""
 
     @property
     def directory(self) -> Path:
@@ -55,11 +57,11 @@ class Client:
     def command(self) -> list[str]:
         """Return the command of the program, which runs in the environment's directory."""
         if not self._is_node:
-            return [self._python, str(PROGRAMS / self.program)]
+            return [self._python, str(PROGRAMS / self.program), *self.arguments]
         # Node looks for packages beside the program.
         for name in (self.program, "ways.mjs"):
             shutil.copy(PROGRAMS / name, self.directory / name)
-        return ["node", self.program]
+        return ["node", self.program, *self.arguments]
 
     @property
     def _is_node(self) -> bool:
@@ -99,7 +101,7 @@ CLIENTS = (
     Client("anthropic-python", "anthropic_python.py", ("anthropic", "pydantic")),
     Client("anthropic-node", "anthropic_node.mjs", ("@anthropic-ai/sdk",)),
     Client("langchain-anthropic", "langchain_anthropic_client.py", ("langchain", "langchain-anthropic")),
-    Client("litellm-anthropic", "litellm_anthropic_client.py", ("litellm", "mcp")),
+    Client("litellm-anthropic", "litellm_client.py", ("litellm", "mcp"), ("anthropic",)),
     Client("claude-code", "claude_code.mjs", ("@anthropic-ai/claude-code-linux-x64",)),
     Client("openai-responses", "openai_responses.py", ("openai", "pydantic")),
     Client("openai-responses-node", "openai_responses_node.mjs", ("openai", "zod")),

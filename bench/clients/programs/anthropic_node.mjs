@@ -2,10 +2,10 @@
 
 import Anthropic from "@anthropic-ai/sdk";
 import {
-  apiKey, baseURL, checkGreeting, checkPerson, checkWeather, getWeather, greeting, model, person, run, weather,
+  apiKey, checkGreeting, checkPerson, checkWeather, getWeather, greeting, model, person, rootURL, run, weather,
 } from "./ways.mjs";
 
-const client = new Anthropic({ baseURL: baseURL.replace(/\/v1$/, ""), apiKey, maxRetries: 0 });
+const client = new Anthropic({ baseURL: rootURL, apiKey, maxRetries: 0 });
 const fields = (content) => ({ model, max_tokens: 8000, messages: [{ role: "user", content }] });
 const object = (properties) => ({
   type: "object", properties, required: Object.keys(properties), additionalProperties: false,
@@ -15,7 +15,7 @@ await run(["@anthropic-ai/sdk"], {
   async text() {
     checkGreeting((await client.messages.create(fields(greeting.question))).content[0].text);
     const models = [];
-    for await (const found of client.models.list()) models.push(found.id);
+    for await (const listed of client.models.list()) models.push(listed.id);
     if (models.join() !== model) throw new Error(`the models are ${models}`);
   },
   async stream() {

@@ -4,10 +4,10 @@ from typing import Any
 
 from anthropic import Anthropic, NotFoundError, beta_tool
 from pydantic import BaseModel
-from ways import API_KEY, BASE_URL, GREETING, MODEL, PERSON, WEATHER, check_greeting, check_person, check_weather, run
+from ways import API_KEY, GREETING, MODEL, PERSON, ROOT_URL, WEATHER, check_greeting, check_person, check_weather, run
 from ways import get_weather as weather
 
-client = Anthropic(base_url=BASE_URL.removesuffix("/v1"), api_key=API_KEY, max_retries=0)
+client = Anthropic(base_url=ROOT_URL, api_key=API_KEY, max_retries=0)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [{"name": "get_weather", "description": "Return the weather in a city.", "input_schema": PARAMETERS}]
 

@@ -9,10 +9,10 @@ from langchain_core.tools import tool
 from pydantic import BaseModel
 from ways import (
     API_KEY,
-    BASE_URL,
     GREETING,
     MODEL,
     PERSON,
+    ROOT_URL,
     WEATHER,
     check_greeting,
     check_person,
@@ -21,9 +21,7 @@ from ways import (
     run,
 )
 
-model = ChatAnthropic(
-    model=MODEL, base_url=BASE_URL.removesuffix("/v1"), api_key=API_KEY, max_retries=0, max_tokens=400, temperature=0
-)
+model = ChatAnthropic(model=MODEL, base_url=ROOT_URL, api_key=API_KEY, max_retries=0, max_tokens=400, temperature=0)
 weather = tool(get_weather)
 
 

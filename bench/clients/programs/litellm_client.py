@@ -1,13 +1,30 @@
-"""litellm with an OpenAI-compatible server."""
+"""litellm with an OpenAI-compatible server, or as `litellm_client.py anthropic` with one of Anthropic's API."""
 
 import json
+import sys
 from typing import Any
 
 import litellm
 from pydantic import BaseModel
-from ways import API_KEY, BASE_URL, GREETING, MODEL, PERSON, WEATHER, check_greeting, check_person, check_weather, run
+from ways import (
+    API_KEY,
+    BASE_URL,
+    GREETING,
+    MODEL,
+    PERSON,
+    ROOT_URL,
+    WEATHER,
+    check_greeting,
+    check_person,
+    check_weather,
+    run,
+)
 from ways import get_weather as weather
 
+IS_ANTHROPIC = sys.argv[1:] == ["anthropic"]
+SERVER = {"model": f"openai/{MODEL}", "base_url": BASE_URL}
+if IS_ANTHROPIC:
+    SERVER = {"model": f"anthropic/{MODEL}", "base_url": ROOT_URL, "max_tokens": 400}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "", "parameters": PARAMETERS}}]
 
@@ -18,9 +35,7 @@ class Person(BaseModel):
 
 
 def complete(messages: list[Any], **fields: Any) -> Any:
-    return litellm.completion(
-        model=f"openai/{MODEL}", base_url=BASE_URL, api_key=API_KEY, messages=messages, num_retries=0, **fields
-    )
+    return litellm.completion(**SERVER, api_key=API_KEY, messages=messages, num_retries=0, **fields)
 
 
 def user(question: str) -> dict[str, str]:
@@ -32,7 +47,8 @@ def text() -> None:
 
 
 def stream() -> None:
-    chunks = complete([user(GREETING["question"])], stream=True, stream_options={"include_usage": True})
+    usage = {} if IS_ANTHROPIC else {"stream_options": {"include_usage": True}}
+    chunks = complete([user(GREETING["question"])], stream=True, **usage)
     check_greeting("".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices))
 
 
@@ -58,4 +74,7 @@ def answer(messages: list[Any], is_streamed: bool, **fields: Any) -> Any:
     return (litellm.stream_chunk_builder(list(reply)) if is_streamed else reply).choices[0].message
 
 
-run(("litellm", "openai"), {"text": text, "stream": stream, "structured": structured, "tools": tools})
+run(
+    ("litellm",) if IS_ANTHROPIC else ("litellm", "openai"),
+    {"text": text, "stream": stream, "structured": structured, "tools": tools},
+)

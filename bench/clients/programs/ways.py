@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 BASE_URL = os.environ["HEADWAY_BASE_URL"]
+ROOT_URL = BASE_URL.removesuffix("/v1")
 SCENARIO = json.loads(os.environ["HEADWAY_SCENARIO"])
 MODEL = SCENARIO["model"]
 GREETING, PERSON = SCENARIO["greeting"], SCENARIO["person"]
