@@ -242,8 +242,9 @@ async def test_a_terminal_shows_markdown_and_the_speed(
             await chat.read_until(">>> ")
             chat.type("one\n")
             answer = await chat.read_until(" tokens in ")
-            assert f"Some {shown} text." in re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", answer)
-            assert ("**" in answer) == (shown == "**bold**")
+            text = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", answer)
+            # A slow machine also shows the answer while its markdown is not whole.
+            assert text[text.rindex("Some ") :].startswith(f"Some {shown} text.")
             chat.type("/bye\n")
             assert await asyncio.to_thread(chat.process.wait) == 0
 
