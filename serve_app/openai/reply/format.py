@@ -7,7 +7,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
@@ -193,7 +193,7 @@ class CompletionFormat:
         if not is_plain or (self._body.echo and not choice.has_started):
             return b"".join([event(chunk | null_usage(self._body)) for chunk in self.chunks(item)])
         if (text_event := self._text_events.get(item.index)) is None:
-            plain = replace(delta, text=TEXT_PLACE)
+            plain = delta._replace(text=TEXT_PLACE)
             chunk = self._head.fields("text_completion") | {"choices": [choice.render(plain)]}
             text_event = self._text_events[item.index] = TextEvent(chunk | null_usage(self._body))
         return text_event.written(delta.text)

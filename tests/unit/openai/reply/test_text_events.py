@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.protocol import FinishReason, PositionLogprobs, TokenDelta, TokenLogprob, Usage
@@ -72,7 +72,7 @@ def response(fields: dict[str, Any]) -> tuple[Make, ChatBody]:
 
 CASES = [
     *(chat(fields, has_parser) for fields in BODIES for has_parser in (False, True)),
-    *(completion(fields) for fields in BODIES[:2] + [{"logprobs": 1}, {"return_token_ids": True}, {"echo": True}]),
+    *(completion(fields) for fields in [*BODIES[:2], {"logprobs": 1}, {"return_token_ids": True}, {"echo": True}]),
     message({"messages": MESSAGES, "max_tokens": 9}),
     response({}),
     response({"reasoning": {"summary": "auto"}}),
@@ -80,7 +80,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].func.__name__} {case[1].model_fields_set}")
+@pytest.mark.parametrize("case", CASES, ids=[f"{make.func.__name__}-{n}" for n, (make, _) in enumerate(CASES)])
+@settings(deadline=None, max_examples=40)
 @given(texts=TEXTS, seed=st.integers(0, 9))
 def test_written_events_are_the_bytes_of_the_chunks(case: tuple[Make, Any], texts: list[str], seed: int) -> None:
     make, body = case
