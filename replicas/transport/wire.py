@@ -19,10 +19,11 @@ NumberedRequest = tuple[int, GenerateRequest]
 """Request, and the number of its stream in a channel."""
 
 
-WINDOW_BATCHES = 8
+WINDOW_BATCHES = 32
 """Most batches of a channel that have left the replica and that the ingress has not acknowledged."""
-ACKNOWLEDGED_BATCHES = 4
-"""Number of batches that one acknowledgement stands for. More batches may leave while it is on its way."""
+ACKNOWLEDGED_BATCHES = 16
+"""Number of batches that one acknowledgement stands for, since it is a call through Serve, which costs as much as
+several batches. More batches may leave while it is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
