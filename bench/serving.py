@@ -58,7 +58,8 @@ def main() -> None:
     address = Address(LOOPBACK, free_port(LOOPBACK))
     url = f"http://{address}"
     fields = dict(argument.split("=", 1) for argument in options.arguments)
-    with private_cluster(os.cpu_count() or 1, address if options.throughput else None) as cluster:
+    drain = {"stream_drain_s": float(fields["stream_drain_s"])} if "stream_drain_s" in fields else {}
+    with private_cluster(os.cpu_count() or 1, address if options.throughput else None, **drain) as cluster:
         from ray import serve
 
         try:
