@@ -52,6 +52,11 @@ SERVE_ENVIRONMENT = {
     # half a minute.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.25",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(_PROXY_ANSWER_S),
+    # One event loop in each process, and calls between processes by gRPC: a chunk of a stream passes two threads and a
+    # task of Ray less on its way.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     # A replica that has failed three health checks is killed. By default it first has `graceful_shutdown_timeout_s` to
     # end its streams; one that hangs cannot, and its replacement waits for its CPUs and GPU.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
