@@ -146,7 +146,8 @@ class HeadwayConfig(_SettingsOfParts):
     """Time that running requests have to finish when a model replica or the server is stopped, seconds."""
     stream_drain_s: float = Field(default=600.0, gt=0)
     """Time that running requests have to finish in an ingress that is removed, and in a former process of HAProxy after
-    a change of the ingresses, seconds. A completion that still runs then ends with an error."""
+    a change of the ingresses, seconds. A completion that still runs then in a removed ingress ends with an error; the
+    former process cuts its connections 10 s later."""
     health_check_timeout_s: float = Field(default=3.0, gt=0)
     """Seconds after which an unanswered health check has failed; three failures replace the replica."""
 

@@ -79,7 +79,8 @@ class Mailbox:
     def __init__(self, changed: Callable[[Mailbox], None], flush_policy: Callable[[], FlushPolicy], num_tokens: int):
         """`changed` is called when deltas begin to wait or are to leave earlier.
 
-        `flush_policy` is called before the first one after a flush. `num_tokens` is the number of output tokens that the reader has.
+        `flush_policy` is called before the first delta after a flush. `num_tokens` is the number of output tokens that
+        the reader has.
         """
         self._changed = changed
         self._flush_policy = flush_policy

@@ -62,8 +62,7 @@ class IncomingStream:
         waiting, self._waiting = self._waiting, []
         if self._error is None:
             self._has_news.clear()
-        _, *fields, _, phases = merge(waiting)
-        return TokenDelta(self._request_id, *fields, self._stats, phases)
+        return merge(waiting)._replace(request_id=self._request_id, stats=self._stats)
 
 
 class Channel:

@@ -78,8 +78,8 @@ class Ingress:
         self._history = LoadHistory(self._routing.dispatcher, clock.unix)
         self._loops = asyncio.create_task(self._run())
         self._stream_drain_s = 0.0
-        loop = asyncio.get_running_loop()
-        on_removal(lambda: loop.call_soon_threadsafe(lambda: self._gate.remove(self._stream_drain_s)))
+        self._loop = asyncio.get_running_loop()
+        on_removal(self._begin_removal)
 
     async def __del__(self) -> None:
         """Stop the loops; Serve calls it when the replica stops."""
@@ -88,6 +88,10 @@ class Ingress:
             self._routing.close()
             await self._reporter.close()
             await asyncio.to_thread(self._tracer.close)
+
+    def _begin_removal(self) -> None:
+        """Give the running requests their time; Serve calls it on any thread."""
+        self._loop.call_soon_threadsafe(lambda: self._gate.remove(self._stream_drain_s))
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -98,7 +102,8 @@ class Ingress:
     async def reconfigure(self, changeable: dict[str, Any]) -> None:
         """Set what may change: the bounds on the number of model replicas, and the time of streams after a removal.
 
-        Serve calls it at the start and after each change. The ingress is not ready before it ends: at the start it waits for the first replica that it hears of.
+        Serve calls it at the start and after each change. The ingress is not ready before it ends: at the start it
+        waits for the first replica that it hears of.
         """
         bounds = ReplicaBounds(**changeable["bounds"])
         self._stream_drain_s = changeable["stream_drain_s"]

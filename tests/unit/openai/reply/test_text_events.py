@@ -80,7 +80,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{make.func.__name__}-{n}" for n, (make, _) in enumerate(CASES)])
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 @settings(deadline=None, max_examples=40)
 @given(texts=TEXTS, seed=st.integers(0, 9))
 def test_written_events_are_the_bytes_of_the_chunks(case: tuple[Make, Any], texts: list[str], seed: int) -> None:
