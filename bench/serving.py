@@ -58,7 +58,8 @@ def main() -> None:
     address = Address(LOOPBACK, free_port(LOOPBACK))
     url = f"http://{address}"
     fields = dict(argument.split("=", 1) for argument in options.arguments)
-    with private_cluster(os.cpu_count() or 1, address if options.throughput else None) as cluster:
+    haproxy_address, stream_drain_s = address if options.throughput else None, float(fields.get("stream_drain_s", 600))
+    with private_cluster(os.cpu_count() or 1, haproxy_address, stream_drain_s=stream_drain_s) as cluster:
         from ray import serve
 
         try:

@@ -5,11 +5,11 @@ With them are the rules that both apply alike: the fair share of a replica's slo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from itertools import chain, pairwise
-from typing import TypeVar
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 from replicas.errors import ServingError
 
@@ -165,9 +165,8 @@ class PositionLogprobs:
     top: tuple[TokenLogprob, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of one sequence so far."""
+class Usage(NamedTuple):
+    """Token counts of one sequence so far; a named tuple, as `TokenDelta` is."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -349,9 +348,8 @@ class PhaseSeconds:
         return self.waiting_s + self.prefill_s + self.decode_s + self.preempted_s
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
-    """Output of a sequence since its last delta.
+class TokenDelta(NamedTuple):
+    """Output of a sequence since its last delta; a named tuple, which is made in less time than a dataclass.
 
     Token indices are contiguous over a sequence's deltas. Exactly one delta, the last, has a finish reason; `error` is
     set if and only if that reason is ERROR. `text` may lag behind `token_ids`, since incomplete characters and possible
@@ -455,23 +453,20 @@ def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
     first, last = deltas[0], deltas[-1]
     if first is last:
         return first
-    for earlier, later in pairwise(deltas):
-        assert earlier.finish_reason is None and later.start == earlier.start + len(earlier.token_ids)
+    _, _, token_ids, texts, _, logprobs, prompt_logprobs, reasons, _, _, stats, phases = zip(*deltas, strict=True)
+    joined_ids = tuple(chain.from_iterable(token_ids))
+    assert last.start - first.start == len(joined_ids) - len(last.token_ids) and not any(reasons[:-1])
     return TokenDelta(
-        request_id=first.request_id,
-        start=first.start,
-        token_ids=_joined(delta.token_ids for delta in deltas),
-        text="".join([delta.text for delta in deltas]),
-        usage=last.usage,
-        logprobs=_joined(delta.logprobs for delta in deltas),
-        prompt_logprobs=_joined(delta.prompt_logprobs for delta in deltas),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        error=last.error,
-        stats=next((delta.stats for delta in reversed(deltas) if delta.stats is not None), None),
-        phases=next((delta.phases for delta in reversed(deltas) if delta.phases is not None), None),
+        first.request_id,
+        first.start,
+        joined_ids,
+        "".join(texts),
+        last.usage,
+        tuple(chain.from_iterable(logprobs)),
+        tuple(chain.from_iterable(prompt_logprobs)),
+        last.finish_reason,
+        last.stop_reason,
+        last.error,
+        next(filter(None, reversed(stats)), None),
+        next(filter(None, reversed(phases)), None),
     )
-
-
-def _joined(parts: Iterable[tuple[ItemT, ...]]) -> tuple[ItemT, ...]:
-    return tuple(chain.from_iterable(parts))

@@ -77,10 +77,10 @@ class ResumableRequest:
         self.output_token_ids += delta.token_ids
         self.num_refusals = 0
         if delta.error is not None:
-            delta = replace(delta, finish_reason=None, error=None)
+            delta = delta._replace(finish_reason=None, error=None)
         self.is_finished = delta.finish_reason is not None
         self.timeline.progressed(now, delta, replica_id)
-        return replace(delta, prompt_logprobs=delta.prompt_logprobs[repeated:]) if repeated else delta
+        return delta._replace(prompt_logprobs=delta.prompt_logprobs[repeated:]) if repeated else delta
 
     def record_migration(self, has_died: bool, now: float) -> None:
         """Note that the request left a replica; `has_died` says that the replica died."""

@@ -21,7 +21,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, ServingError, as_serving_error, is_cancelled
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
-from replicas.transport.wire import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
+from replicas.transport.wire import ChannelId, DeltaBatch, NumberedRequest, StreamFailure, decoded
 from router.scaling.ingress_reports import IngressGossip, PollReply
 from router.transport.channel_pool import ChannelPool
 
@@ -82,9 +82,13 @@ class ServeTransport:
         if not await _ask(self._acknowledge, replica_id, replica_id, channel_id, num_batches):
             raise NoReplicaAvailable(f"another replica answered in the place of {replica_id}")
 
-    def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
+    async def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
         """Yield the deltas of a channel; ends at once if another replica answers in the place of the one meant."""
-        return _results(self._read.remote, replica_id, channel_id, ranking=[replica_id])
+        async with contextlib.aclosing(
+            _results(self._read.remote, replica_id, channel_id, ranking=[replica_id])
+        ) as messages:
+            async for message in messages:
+                yield decoded(message)
 
 
 class ServeReplicaClient:

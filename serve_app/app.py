@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
 
 _HEALTH_CHECK_PERIOD_S = 1.0
+_LAST_EVENTS_S = 5.0
+"""Time of a removed ingress for the errors of the requests that have not ended in `stream_drain_s`."""
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -88,11 +90,11 @@ def build_with(
         name="Ingress",
         max_ongoing_requests=config.max_ongoing_requests_per_ingress,
         ray_actor_options={"num_cpus": config.cpus_per_ingress},
-        user_config=asdict(config.replica_bounds()),
+        user_config={"bounds": asdict(config.replica_bounds()), "stream_drain_s": config.stream_drain_s},
         # A new ingress starts beside the old one, unless Ray has to reserve CPUs for it, which may not be free.
         max_surge_percent=0 if config.cpus_per_ingress else 100,
         **num_ingresses(config),
-        **_lifecycle(config),
+        **_lifecycle(config) | {"graceful_shutdown_timeout_s": config.stream_drain_s + _LAST_EVENTS_S},
     )
     jobs = serve.deployment(
         Jobs,

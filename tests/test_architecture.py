@@ -83,6 +83,7 @@ CONFINED = {
     "fastapi": ("serve_app.deployments.ingress", "serve_app.http_app"),
     "starlette": ("serve_app",),
     "pydantic": ("serve_app",),
+    "msgspec": ("replicas.transport.wire",),
 }
 STDLIB_ONLY = (
     "replicas.engine",
@@ -96,7 +97,7 @@ STDLIB_ONLY = (
     "replicas.model.loading.options",
     "router",
 )
-NOT_STDLIB_ONLY = ("router.serve_router",)
+NOT_STDLIB_ONLY = ("router.serve_router", "replicas.transport.wire")
 
 
 def is_in(module: str, prefixes: tuple[str, ...]) -> bool:

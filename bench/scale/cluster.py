@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 from replicas.errors import DeadlineExceeded, Overloaded, ServingError
@@ -145,7 +145,7 @@ class Ingress:
             async with aclosing(self._replicas.generate(request, ranking)) as deltas:
                 async for delta in deltas:
                     if self._old is not None and delta.stats is not None:
-                        delta = replace(delta, stats=self._heard(delta.stats))
+                        delta = delta._replace(stats=self._heard(delta.stats))
                     yield delta
         except Overloaded:
             self._tally.num_sent_back += 1

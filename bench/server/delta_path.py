@@ -7,7 +7,7 @@ a delta: client adapter, dispatcher, load table, reply format, JSON, middleware.
 
 `python -m bench.server.delta_path --served [--against CHECKOUT]` serves the application on Ray over an engine that
 takes a GPU's time and computes nothing, here and from another checkout by turns. It prints the processor time per token
-of the ingress, the proxy, and the replica without its engine's thread.
+of the ingress, the proxy (Serve's and HAProxy), and the replica without its engine's thread.
 
 `python -m bench.server.delta_path --served 800 --throughput --ingresses 1 2 --deltas 100 num_replicas=4
 cpus_per_replica=0.01 max_num_seqs=200 step_times=slow-gpu-70b` serves one ingress and two by turns. Every stream must
@@ -269,7 +269,7 @@ class Shares:
 
 _PARTS = {
     re.compile(r"ray::ServeReplica:\w+:Ingress"): "ingress",
-    re.compile(r"ray::ProxyActor"): "proxy",
+    re.compile(r"ray::ProxyActor|\S*/haproxy$"): "proxy",
     re.compile(r"ray::ServeReplica:\w+:Model"): "replica",
 }
 """Parts by the beginnings of their processes' names; the application has another name in an old checkout."""

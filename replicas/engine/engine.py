@@ -274,7 +274,7 @@ class Engine:
         """Return a sequence's delta with its times, if a reader needs them anew; the last delta ends the sequence."""
         reason = delta.finish_reason
         if reason is not None or sequence.phases.has_news:
-            delta = replace(delta, phases=sequence.phases.read(now, sequence.num_preemptions))
+            delta = delta._replace(phases=sequence.phases.read(now, sequence.num_preemptions))
         if reason is not None:
             self._end(sequence, reason)
         return delta

@@ -77,9 +77,10 @@ class Mailbox:
     """
 
     def __init__(self, changed: Callable[[Mailbox], None], flush_policy: Callable[[], FlushPolicy], num_tokens: int):
-        """`changed` is called after each new delta, `flush_policy` before the first one after a flush.
+        """`changed` is called when deltas begin to wait or are to leave earlier.
 
-        `num_tokens` is the number of output tokens that the reader has.
+        `flush_policy` is called before the first delta after a flush. `num_tokens` is the number of output tokens that
+        the reader has.
         """
         self._changed = changed
         self._flush_policy = flush_policy
@@ -87,11 +88,12 @@ class Mailbox:
         self._waiting: list[TokenDelta] = []
         self._num_waiting = 0
         """Number of tokens in `_waiting`."""
+        self._last: TokenDelta | None = None
+        """Last delta that was added; None: there was none."""
         self._now = asyncio.get_running_loop().time
         self._opened_s = self._now()
         self._policy = _FLUSH_EACH_DELTA
         self._flushed_s = -math.inf
-        self._usage = Usage(0, 0, 0)
         self._is_complete = False
         self._error: ServingError | None = None
         self._is_over = asyncio.Event()
@@ -104,22 +106,25 @@ class Mailbox:
 
     def put(self, delta: TokenDelta) -> None:
         """Add the next delta of the sequence."""
-        if not self._waiting:
+        is_first = not self._waiting
+        if is_first:
             self._policy = self._flush_policy()
             self._set_due(max(self._now(), self._policy.next_flush_s(self._flushed_s)))
         self._waiting.append(delta)
+        self._last = delta
         self._num_waiting += len(delta.token_ids)
-        self._num_tokens += len(delta.token_ids)
-        self._usage = delta.usage
         self._is_complete = delta.finish_reason is not None
-        if self._is_complete or self._num_waiting >= self._policy.num_tokens:
+        is_full = self._is_complete or self._num_waiting >= self._policy.num_tokens
+        if is_full:
             self._set_due(min(self.due_s, self._now()))
-        self._changed(self)
+        if is_first or is_full:
+            self._changed(self)
 
     def fail(self, request_id: str, error: ServingError) -> None:
         """End the stream with `error`, unless its last delta is already here."""
         if not self._is_complete:
-            self.put(failure(request_id, self._num_tokens, self._usage, error))
+            last = self._last or TokenDelta(request_id, self._num_tokens, (), "", Usage(0, 0, 0))
+            self.put(failure(request_id, last.start + len(last.token_ids), last.usage, error))
 
     def take(self, now: float) -> TokenDelta:
         """Return all that waits as one delta."""

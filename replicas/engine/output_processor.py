@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from replicas.engine.batch import IncrementalDecoder, ItemResult, ScheduledSequence
 from replicas.engine.sequence import Sequence
@@ -128,7 +128,7 @@ class OutputProcessor:
 
     def fail(self, error: ServingError) -> TokenDelta:
         """Return the last delta of a sequence that cannot go on."""
-        return replace(self._delta((), "", Stop(FinishReason.ERROR)), error=error)
+        return self._delta((), "", Stop(FinishReason.ERROR))._replace(error=error)
 
     def _read(self, token_id: int) -> tuple[str, Stop | None]:
         """Return the text that the newest token completes, and the end of the sequence if the token ends it."""

@@ -173,7 +173,7 @@ class ReplicaChannels:
                 self._check_ingress(channel_id.ingress_id)
                 if deltas:
                     channel.credits.spend()
-                    yield DeltaBatch.of(self._engine.last_stats, deltas)
+                    yield DeltaBatch(self._engine.last_stats, deltas)
         finally:
             self._close(channel_id, channel)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 
 from replicas.errors import ReplicaLost
 from replicas.protocol import ReplicaStats, TokenDelta, merge
-from replicas.transport.wire import ACKNOWLEDGED_BATCHES, ChannelId, PackedDelta, is_last, unpacked
+from replicas.transport.wire import ACKNOWLEDGED_BATCHES, ChannelId, DeltaBatch
 
 
 class IncomingStream:
@@ -22,7 +23,9 @@ class IncomingStream:
         self.is_accepted = False
         """True once a replica has taken the request."""
         self._request_id = request_id
-        self._waiting: list[tuple[PackedDelta, ReplicaStats]] = []
+        self._waiting: list[TokenDelta] = []
+        self._stats: ReplicaStats | None = None
+        """Load of the replica when the last delta left."""
         self._is_complete = False
         self._error: Exception | None = None
         self._has_news = asyncio.Event()
@@ -32,10 +35,11 @@ class IncomingStream:
         """True if the last delta is here, or the stream has failed."""
         return self._is_complete or self._error is not None
 
-    def put(self, packed: PackedDelta, stats: ReplicaStats) -> None:
-        """Add the next delta."""
-        self._waiting.append((packed, stats))
-        self._is_complete = is_last(packed)
+    def put(self, delta: TokenDelta, stats: ReplicaStats) -> None:
+        """Add the next delta, and the load of the replica when it left."""
+        self._waiting.append(delta)
+        self._stats = stats
+        self._is_complete = delta.finish_reason is not None
         self._has_news.set()
 
     def fail(self, error: Exception) -> None:
@@ -58,7 +62,7 @@ class IncomingStream:
         waiting, self._waiting = self._waiting, []
         if self._error is None:
             self._has_news.clear()
-        return merge([unpacked(packed, self._request_id, stats) for packed, stats in waiting])
+        return merge(waiting)._replace(request_id=self._request_id, stats=self._stats)
 
 
 class Channel:
@@ -107,12 +111,13 @@ class Channel:
         if not self.streams and self._closing is None and self.error is None:
             self._closing = self._on_idle(self)
 
-    def deliver(self, deltas: Iterable[PackedDelta], stats: ReplicaStats) -> None:
+    def deliver(self, batch: DeltaBatch) -> None:
         """Give the deltas of a batch to their streams."""
-        for packed in deltas:
-            stream = self.streams.get(packed[0])
+        stats = replace(batch.stats, is_draining=True) if self.is_stopping else batch.stats
+        for number, delta in batch.deltas:
+            stream = self.streams.get(number)
             if stream is not None:
-                stream.put(packed, stats)
+                stream.put(delta, stats)
 
     def end(self, error: Exception) -> None:
         """End the channel, and with it every stream that the replica has accepted."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -159,8 +158,7 @@ class ChannelPool:
             async with aclosing(self._transport.read(channel.replica_id, channel.id)) as batches:
                 async for batch in batches:
                     channel.is_stopping = self._is_stopping(channel.replica_id)
-                    stats = replace(batch.stats, is_draining=True) if channel.is_stopping else batch.stats
-                    channel.deliver(batch.deltas, stats)
+                    channel.deliver(batch)
                     channel.num_read += 1
                     if channel.is_acknowledgement_due and channel.acknowledging is None:
                         channel.acknowledging = asyncio.create_task(self._acknowledge(channel))

@@ -19,7 +19,7 @@ from serve_app.deployments.process import (
     log_through_serve,
     this_replica_id,
 )
-from serve_app.deployments.serve_hooks import listen_on_loopback
+from serve_app.deployments.serve_hooks import listen_on_loopback, on_removal
 from serve_app.http.gate import Gate
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsService
@@ -77,6 +77,9 @@ class Ingress:
         self._routing.gossip.keys_in_use = self._limiter.keys_in_use
         self._history = LoadHistory(self._routing.dispatcher, clock.unix)
         self._loops = asyncio.create_task(self._run())
+        self._stream_drain_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        on_removal(self._begin_removal)
 
     async def __del__(self) -> None:
         """Stop the loops; Serve calls it when the replica stops."""
@@ -86,19 +89,26 @@ class Ingress:
             await self._reporter.close()
             await asyncio.to_thread(self._tracer.close)
 
+    def _begin_removal(self) -> None:
+        """Give the running requests their time; Serve calls it on any thread."""
+        self._loop.call_soon_threadsafe(lambda: self._gate.remove(self._stream_drain_s))
+
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._routing.run())
             tasks.create_task(self._reporter.run())
             tasks.create_task(self._history.run())
 
-    async def reconfigure(self, bounds: dict[str, int]) -> None:
-        """Set the bounds on the number of model replicas; Serve calls it at the start and after each change.
+    async def reconfigure(self, changeable: dict[str, Any]) -> None:
+        """Set what may change: the bounds on the number of model replicas, and the time of streams after a removal.
 
-        The ingress is not ready before it ends: at the start it waits for the first replica that it hears of.
+        Serve calls it at the start and after each change. The ingress is not ready before it ends: at the start it
+        waits for the first replica that it hears of.
         """
-        self._routing.change_bounds(ReplicaBounds(**bounds))
-        if bounds["min_replicas"] > 0:
+        bounds = ReplicaBounds(**changeable["bounds"])
+        self._stream_drain_s = changeable["stream_drain_s"]
+        self._routing.change_bounds(bounds)
+        if bounds.min_replicas > 0:
             await self._routing.await_replica(_FIRST_REPLICA_LIMIT_S)
 
     async def drain(self, limit_s: float) -> int:

@@ -17,7 +17,7 @@ from ray import serve
 from replicas.errors import EngineDead
 from replicas.protocol import EngineMetrics, ModelCard
 from replicas.transport.channels import ReplicaChannels
-from replicas.transport.wire import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
+from replicas.transport.wire import ChannelId, NumberedRequest, StreamFailure, encoded
 from router.scaling.ingress_reports import (
     MAX_REPORT_AGE_S,
     IngressLiveness,
@@ -94,8 +94,8 @@ class Model:
 
     async def read(
         self, replica_id: str, channel_id: ChannelId, ranking: Sequence[str] = ()
-    ) -> AsyncGenerator[DeltaBatch, None]:
-        """Yield the deltas of a channel's streams, no faster than the ingress acknowledges them.
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield messages with the deltas of a channel's streams, no faster than the ingress acknowledges them.
 
         Yields none if another replica is meant. `ranking` is for `RankedRouter`.
         """
@@ -103,7 +103,7 @@ class Model:
             self._ingresses.heartbeat(channel_id.ingress_id)
             async with aclosing(self._channels.read(channel_id)) as batches:
                 async for batch in batches:
-                    yield batch
+                    yield encoded(batch)
 
     async def acknowledge(
         self, replica_id: str, channel_id: ChannelId, num_batches: int, ranking: Sequence[str] = ()

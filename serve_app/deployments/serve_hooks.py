@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,23 @@ def listen_on_loopback() -> None:
     address = ray.util.get_node_ip_address()
     if ipaddress.ip_address(address).is_loopback:
         serve_replica.add_port_to_grpc_server = on_address(address, serve_replica.add_port_to_grpc_server)
+
+
+def on_removal(notice: Callable[[], None]) -> None:
+    """Have Serve call `notice` when it begins to stop this process gracefully, on an event loop of its own.
+
+    Serve tells a process of its end by `__del__`, which it calls after the last request.
+
+    Raises:
+        AttributeError: Serve no longer stops its processes through the method that is replaced here.
+    """
+    stop = serve_replica.Replica.perform_graceful_shutdown
+
+    async def stop_noticed(replica: serve_replica.Replica) -> None:
+        notice()
+        await stop(replica)
+
+    serve_replica.Replica.perform_graceful_shutdown = stop_noticed
 
 
 def on_address(address: str, add_port: Any) -> Any:

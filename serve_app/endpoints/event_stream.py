@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from pydantic_core import to_json
 from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.http.exchange import Exchange, fail
 from serve_app.http.streaming import send_body, send_part
-from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.reply.fan_in import IndexedDelta
+from serve_app.openai.reply.format import JsonObject, event, null_usage
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.service import CompletionService
 
@@ -52,8 +52,7 @@ class EventStream(Response):
         self._header_wait_s = header_wait_s
         self._keep_alive_s = keep_alive_s
         options = prepared.body.stream_options
-        self._include_usage = options is not None and options.include_usage
-        self._usage_on_every_chunk = self._include_usage and options is not None and options.continuous_usage_stats
+        self._usage_on_every_chunk = options is not None and options.include_usage and options.continuous_usage_stats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response, as an ASGI application.
@@ -73,7 +72,7 @@ class EventStream(Response):
                 async for item in deltas:
                     opening = self._written(self._prepared.format.opening(item.index))
                     self._prepared.progress.add(item)
-                    await sender.send(opening + self._written(await self._service.chunks(self._prepared, item)))
+                    await sender.send(opening + await self._events(item))
             fields, usage = self._service.closing_fields(self._prepared), self._prepared.usage()
             closing = self._prepared.format.closing(fields, usage)
             await sender.send(b"".join(map(event, closing)) + (DONE if self._prepared.format.ends_with_done else b""))
@@ -85,16 +84,18 @@ class EventStream(Response):
             body = reply.body_at(self._exchange.path, self._exchange.request_id)
             await sender.send(b"".join(map(event, self._prepared.format.failure(body, reply.code, reply.message))))
 
+    async def _events(self, item: IndexedDelta) -> bytes:
+        if self._usage_on_every_chunk:
+            return self._written(await self._service.chunks(self._prepared, item))
+        return await self._service.written(self._prepared, item)
+
     def _written(self, chunks: Sequence[JsonObject]) -> bytes:
         return b"".join(event(self._with_usage(chunk)) for chunk in chunks)
 
     def _with_usage(self, chunk: JsonObject) -> JsonObject:
         """Add `usage` to a chunk: with `include_usage` null, or the counts with `continuous_usage_stats` too."""
-        if self._usage_on_every_chunk:
-            chunk["usage"] = self._prepared.usage()
-        elif self._include_usage:
-            chunk["usage"] = None
-        return chunk
+        usage = {"usage": self._prepared.usage()} if self._usage_on_every_chunk else null_usage(self._prepared.body)
+        return chunk | usage
 
     def _start_message(self) -> Message:
         message: Message = {"type": "http.response.start", "status": 200, "headers": []}
@@ -158,9 +159,3 @@ class _Sender:
         if not self._sending.locked():
             await self.send(self._keep_alive)
         return self._keep_alive_s
-
-
-def event(payload: JsonObject) -> bytes:
-    """Return an event with a JSON object as its data; its name is the object's `type`, if it has one."""
-    name = payload.get("type")
-    return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + to_json(payload) + b"\n\n"

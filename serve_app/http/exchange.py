@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replicas.errors import RequestAborted
+from replicas.errors import RequestAborted, ServingError
 from router.timeline import Part, Timeline, queued_s
 from router.types import Headroom
 from serve_app.errors import ErrorReply, is_expected, reply_to
@@ -41,12 +41,17 @@ class Cancellation:
     """Cancellation of a request's work, which `within` interrupts; it is used on one event loop."""
 
     def __init__(self) -> None:
-        self.is_requested = False
+        self._error: ServingError | None = None
         self._limit: asyncio.Timeout | None = None
 
-    def request(self) -> None:
-        """Interrupt the work now; work that begins later is interrupted at once."""
-        self.is_requested = True
+    @property
+    def is_requested(self) -> bool:
+        """True if the work was interrupted."""
+        return self._error is not None
+
+    def request(self, error: ServingError | None = None) -> None:
+        """Interrupt the work now, and work that begins later at once; it ends with `error`, None: `RequestAborted`."""
+        self._error = self._error or error or RequestAborted("the request was cancelled")
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
 
@@ -55,7 +60,7 @@ class Cancellation:
         """Run work that may be interrupted; one at a time.
 
         Raises:
-            RequestAborted: the work was interrupted.
+            ServingError: the work was interrupted.
         """
         try:
             async with asyncio.timeout(0 if self.is_requested else None) as self._limit:
@@ -63,7 +68,8 @@ class Cancellation:
         except TimeoutError:
             if self._limit is None or not self._limit.expired():
                 raise
-            raise RequestAborted("the request was cancelled") from None
+            assert self._error is not None
+            raise self._error from None
         finally:
             self._limit = None
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from replicas.errors import NoReplicaAvailable
+from serve_app.http.exchange import SCOPE_KEY, Cancellation
 
 _ALWAYS_OPEN = frozenset({"/health/live", "/metrics", "/load"})
 """Paths that are answered until the end."""
+_LAST_EVENTS_S = 1.0
+"""Longest time for the last events of requests that are interrupted, seconds."""
 
 
 class Gate:
@@ -20,11 +24,18 @@ class Gate:
 
     def __init__(self) -> None:
         self.is_open = True
-        self.num_inside = 0
+        self.is_staying = True
+        """False once the ingress is to be removed: further requests are admitted, and feeds without end are over."""
+        self._inside: set[Cancellation] = set()
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def enter(self) -> None:
+    @property
+    def num_inside(self) -> int:
+        """Number of requests inside."""
+        return len(self._inside)
+
+    def enter(self, cancellation: Cancellation) -> None:
         """Admit a request.
 
         Raises:
@@ -32,24 +43,38 @@ class Gate:
         """
         if not self.is_open:
             raise NoReplicaAvailable("the server is stopping", code="draining")
-        self.num_inside += 1
+        self._inside.add(cancellation)
         self._empty.clear()
 
-    def leave(self) -> None:
+    def leave(self, cancellation: Cancellation) -> None:
         """Count an admitted request as ended."""
-        self.num_inside -= 1
-        if self.num_inside == 0:
+        self._inside.remove(cancellation)
+        if not self._inside:
             self._empty.set()
 
     async def close(self, limit_s: float) -> int:
-        """Admit no further request, and wait at most `limit_s` for those inside; return the number of those left."""
-        self.is_open = False
-        try:
+        """Admit no further request, and wait at most `limit_s` for those inside; interrupt and count those left."""
+        self.is_open = self.is_staying = False
+        await self._until_empty(limit_s)
+        num_left = self.num_inside
+        self.interrupt()
+        await self._until_empty(_LAST_EVENTS_S)
+        return num_left
+
+    def remove(self, after_s: float) -> None:
+        """Note that the ingress is to be removed: requests that are inside after `after_s` are interrupted."""
+        self.is_staying = False
+        asyncio.get_running_loop().call_later(after_s, self.interrupt)
+
+    def interrupt(self) -> None:
+        """End the completions inside with an error."""
+        for cancellation in list(self._inside):
+            cancellation.request(NoReplicaAvailable("the server is stopping; the answer is not whole", code="draining"))
+
+    async def _until_empty(self, limit_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._empty.wait()
-        except TimeoutError:
-            pass
-        return self.num_inside
 
 
 class GateMiddleware:
@@ -64,8 +89,9 @@ class GateMiddleware:
         if scope["type"] != "http" or scope["path"] in _ALWAYS_OPEN:
             await self._app(scope, receive, send)
             return
-        self._gate.enter()
+        cancellation: Cancellation = scope[SCOPE_KEY].cancellation
+        self._gate.enter(cancellation)
         try:
             await self._app(scope, receive, send)
         finally:
-            self._gate.leave()
+            self._gate.leave(cancellation)

@@ -26,7 +26,14 @@ _SERVE_LABELS = frozenset({"application", "deployment", "replica"})
 """Labels that Ray Serve adds itself."""
 _SUMMED_LABELS = frozenset({"tenant"})
 """Labels that are summed over: Ray keeps each series that it has ever seen."""
-_NOT_EXPORTED = frozenset({"vllm:inter_token_latency_seconds", "vllm:iteration_tokens_total"})
+_NOT_EXPORTED = frozenset(
+    {
+        "vllm:inter_token_latency_seconds",
+        "vllm:iteration_tokens_total",
+        "headway:step_padding_efficiency",
+        "headway:batch_utilization",
+    }
+)
 """Histograms with an observation for each token or step, which cost too much to pass on."""
 _SWAPPED = Metric("vllm:num_requests_swapped", "always 0: preempted sequences are recomputed", MetricKind.GAUGE, 0)
 """Gauge that Ray's dashboard asks for."""

@@ -337,6 +337,10 @@ class CompletionService:
         """Return the chunks of a stream for a delta."""
         return await self._formatted(prepared, [item.delta], partial(prepared.format.chunks, item))
 
+    async def written(self, prepared: PreparedCompletion, item: IndexedDelta) -> bytes:
+        """Return the events of a stream for a delta, in place of `chunks`: each delta is read once."""
+        return await self._formatted(prepared, [item.delta], partial(prepared.format.written, item))
+
     async def _deltas(self, prepared: PreparedCompletion) -> list[TokenDelta]:
         """Run the completion and return one merged delta for each sequence."""
         deltas: Sequence[list[TokenDelta]] = [[] for _ in prepared.requests]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.outbox import DeltaOutbox, FlushPolicy
@@ -28,7 +27,7 @@ async def generate(engine: AsyncEngine, request: GenerateRequest) -> AsyncGenera
         while not is_finished:
             for _, delta in await outbox.take():
                 is_finished = delta.finish_reason is not None
-                yield replace(delta, request_id=request.request_id, stats=engine.last_stats)
+                yield delta._replace(request_id=request.request_id, stats=engine.last_stats)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -176,6 +176,7 @@ STEP_TIMES = {
     "slow-gpu-70b": StepTimes(
         base_s=110e-3, per_decode_s=0.25e-3, per_prefill_token_s=0.4e-3, per_context_token_s=3e-7
     ),
+    "h200-1b": StepTimes(base_s=1.2e-3, per_decode_s=0.007e-3, per_prefill_token_s=0.0055e-3, per_context_token_s=4e-9),
     "instant": StepTimes(base_s=0.0, per_decode_s=0.0, per_prefill_token_s=0.0),
 }
 """Step times by name. All are stated assumptions.
@@ -184,6 +185,8 @@ STEP_TIMES = {
 about 2 TB/s (8 ms). Each decode adds its sampling and its share of KV. Prefill runs at about 33,000 tokens a second.
 Attention reads 128 KiB of KV per context token.
 `gpu-70b`: the same for 70 billion parameters on four GPUs.
+`h200-1b`: fitted to what an H200 measured with the shape of Llama-3.2-1B (`bench/results/gpu_h200.json`): 1.2 ms for
+one sequence, 2.0 ms for 64 and 4.0 ms for 256 of 1,024 tokens; a prompt of 2,048 tokens takes 11 ms.
 `slow-gpu` and `slow-gpu-70b`: the first two five times slower throughout. Two CPU cores that also run HTTP and the
 clients keep up with several such replicas. With `gpu-8b` the cores would be the bottleneck.
 """

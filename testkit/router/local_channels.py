@@ -16,7 +16,7 @@ from replicas.engine.outbox import Coalescing
 from replicas.errors import NoReplicaAvailable, ReplicaLost, ServingError
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaIdentity, ReplicaStats, TokenDelta
 from replicas.transport.channels import ChannelWaits, ReplicaChannels
-from replicas.transport.wire import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
+from replicas.transport.wire import ChannelId, DeltaBatch, NumberedRequest, StreamFailure, decoded, encoded
 from router.transport.channel_pool import ChannelPool
 from router.transport.submission import ChannelLimits
 from testkit.engine.shadow_runner import ShadowRunner, config, decoders
@@ -52,12 +52,12 @@ class LocalReplica:
         self.num_batches = 0
         self.engine.start()
 
-    async def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
+    async def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[bytes, None]:
         if replica_id == self.replica_id:
             async with aclosing(self.channels.read(channel_id)) as batches:
                 async for batch in batches:
                     self.num_batches += 1
-                    yield batch
+                    yield encoded(batch)
 
     def begin(self, make: Callable[[], AsyncGenerator[Any, None]]) -> tuple[asyncio.Task[None], asyncio.Queue[object]]:
         """Run a call on the replica; its results go into a queue, as copies."""
@@ -156,8 +156,11 @@ class LocalTransport:
             raise NoReplicaAvailable("the replica does not answer")
         replica.channels.acknowledge(channel_id, num_batches)
 
-    def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
-        return self._called([replica_id, *self.replicas], lambda replica: replica.read(replica_id, channel_id), True)
+    async def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
+        called = self._called([replica_id, *self.replicas], lambda replica: replica.read(replica_id, channel_id), True)
+        async with aclosing(called) as messages:
+            async for message in messages:
+                yield decoded(message)
 
     async def _called(
         self, ranking: list[str], make: Callable[[LocalReplica], AsyncGenerator[Any, None]], is_read: bool = False

@@ -127,7 +127,7 @@ class SimulatedEngine:
             while not has_ended:
                 delta = await stream.take()
                 has_ended = delta.finish_reason is not None
-                yield replace(delta, stats=self.engine.stats())
+                yield delta._replace(stats=self.engine.stats())
         finally:
             self.engine.abort(request.request_id)
             del self._streams[request.request_id]

@@ -246,7 +246,7 @@ class FakeReplica:
             is_last = end == len(whole.token_ids)
             delta = self._delta(request, start, end, whole.finish_reason if is_last else None)
             if is_last or phases.has_news:
-                delta = replace(delta, phases=phases.read(now(), num_preemptions))
+                delta = delta._replace(phases=phases.read(now(), num_preemptions))
             yield delta
             if is_last:
                 return

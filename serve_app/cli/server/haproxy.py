@@ -6,6 +6,7 @@ its errors. It starts a program of ours, which edits the configuration and becom
 
 from __future__ import annotations
 
+import math
 import resource
 import shlex
 from pathlib import Path
@@ -26,6 +27,8 @@ from serve_app.http.edge import (
 
 _HEADERS_LIMIT_S = 10
 """Longest time for the headers of a request, seconds."""
+_LAST_EVENTS_S = 10
+"""Time of a replaced process for the last events of the requests that ingresses have interrupted, seconds."""
 _MOST_PARSED_HEADERS = 256
 _BUFFER_BYTES = 32768
 _FAILED = ErrorReply(500, "the HTTP proxy failed", "server_error", "internal_error")
@@ -37,11 +40,12 @@ _IS_OF_MESSAGES = "txn.is_of_messages"
 
 
 def haproxy_environment(
-    folder: Path, address: Address, ports: PortBlock, max_connections_per_address: int
+    folder: Path, address: Address, ports: PortBlock, max_connections_per_address: int, stream_drain_s: float
 ) -> dict[str, str]:
     """Return the environment for HAProxy and one event loop per replica, with this cluster's own ports and files.
 
-    HAProxy listens for clients at `address`. Serve must be started with the same port on loopback.
+    HAProxy listens for clients at `address`. Serve must be started with the same port on loopback. A process of HAProxy
+    that another has replaced ends its last connections after `stream_drain_s`.
     """
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -54,6 +58,7 @@ def haproxy_environment(
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(
             _write_wrapper(folder, config_edits(folder, address, ports, max_connections_per_address))
         ),
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(stream_drain_s) + _LAST_EVENTS_S),
         # Room for headers that the ingress refuses in OpenAI's shape. HAProxy answers larger ones itself, in HTML.
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(_BUFFER_BYTES),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_num_connections()),

@@ -37,6 +37,7 @@ _STARTS = 3
 _NODE_PERIOD_S = 0.25
 _KILL_LIMIT_S = 5.0
 MAX_CONNECTIONS_PER_ADDRESS = 1024
+_STREAM_DRAIN_S = 600.0
 SERVE_ENVIRONMENT = {
     # A model that cannot be loaded is a mistake of the user: report it at once instead of after three attempts.
     "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
@@ -51,6 +52,11 @@ SERVE_ENVIRONMENT = {
     # half a minute.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.25",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(_PROXY_ANSWER_S),
+    # One event loop in each process, and calls between processes by gRPC: a chunk of a stream passes two threads and a
+    # task of Ray less on its way.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     # A replica that has failed three health checks is killed. By default it first has `graceful_shutdown_timeout_s` to
     # end its streams; one that hangs cannot, and its replacement waits for its CPUs and GPU.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
@@ -138,11 +144,12 @@ def private_cluster(
     haproxy_address: Address | None = None,
     max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
     limits: StartLimits | None = None,
+    stream_drain_s: float = _STREAM_DRAIN_S,
 ) -> Iterator[PrivateCluster]:
     """Start Ray for this process alone, with its own ports and folder, and share nothing with other clusters.
 
     With `haproxy_address` HAProxy listens there, and Serve must be started with the same port on loopback.
-    `max_connections_per_address` is a limit of the HTTP proxies.
+    `max_connections_per_address` is a limit of the HTTP proxies; `stream_drain_s` is for streams through HAProxy.
 
     On leaving the context, all descendants of this process are killed and the folder is deleted: an application must
     have been stopped before. Ray's daemons also end when this process is killed.
@@ -162,7 +169,8 @@ def private_cluster(
         try:
             _set_environment(folder, max_connections_per_address, limits)
             if haproxy_address is not None:
-                os.environ.update(haproxy_environment(folder, haproxy_address, ports, max_connections_per_address))
+                limit = max_connections_per_address
+                os.environ.update(haproxy_environment(folder, haproxy_address, ports, limit, stream_drain_s))
             with _given_agent_ports(ports), _waiting_for_node(limits.stall_s, folder):
                 cluster = _start_ray(num_cpus, folder, ports.dashboard)
             yield cluster

@@ -123,7 +123,13 @@ class Server:
             self._heed_signals()
             steps.begin(f"Starting {self._config.model_name}: Ray ...")
             cluster = stack.enter_context(
-                private_cluster(num_cpus, options.haproxy_address, options.max_connections_per_address, self._limits)
+                private_cluster(
+                    num_cpus,
+                    options.haproxy_address,
+                    options.max_connections_per_address,
+                    self._limits,
+                    self._config.stream_drain_s,
+                )
             )
             self._heed_signals()  # ray.init has replaced the handlers
             self._check_for_stop()

@@ -105,7 +105,7 @@ class DashboardEndpoints:
     """Endpoint of the dashboard's events."""
 
     def __init__(self, snapshots: Snapshots, gate: Gate) -> None:
-        self._feed = LiveFeed(snapshots.make, lambda: gate.is_open)
+        self._feed = LiveFeed(snapshots.make, lambda: gate.is_staying)
 
     @Operation(
         "GET",

@@ -80,14 +80,10 @@ class ChatChoice:
         self._reasoning.add(delta, any(isinstance(event, Reasoning) for event in events))
         return [event for event in _joined(events) if self._is_shown(event)]
 
-    def read(self, delta: TokenDelta) -> list[JsonObject]:
-        """Return what a delta adds to the message, as OpenAI's deltas."""
-        return [_part(event) for event in self.events(delta)]
-
     def message(self, delta: TokenDelta) -> JsonObject:
         """Return the whole message from the choice's merged delta."""
         message: JsonObject = {"role": "assistant", "content": "", "refusal": None}
-        for part in self.read(delta):
+        for part in map(part_of, self.events(delta)):
             if "tool_calls" in part:
                 _add_call(message.setdefault("tool_calls", []), *part["tool_calls"])
                 continue
@@ -129,7 +125,7 @@ def _joined(events: Iterable[Event]) -> list[Event]:
     return joined
 
 
-def _part(event: Event) -> JsonObject:
+def part_of(event: Event) -> JsonObject:
     """Return an event as a part of OpenAI's message."""
     match event:
         case Content(text):

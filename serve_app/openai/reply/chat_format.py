@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from replicas.protocol import PositionLogprobs, TokenDelta, TokenLogprob
-from serve_app.openai.reply.chat_choice import ChatChoice
+from serve_app.openai.reply.chat_choice import ChatChoice, part_of
 from serve_app.openai.reply.fan_in import IndexedDelta
 from serve_app.openai.reply.format import (
+    TEXT_PLACE,
     JsonObject,
     Parsing,
     ReplyFormat,
     ReplyHead,
+    TextEvent,
+    event,
     namer,
+    null_usage,
     prompt_logprobs,
     shown_logprob,
 )
 from serve_app.openai.request.schema import ChatBody
 from serve_app.openai.tokenize.prompt_tokenizer import TokenText
 from serve_app.openai.tools.parser import OutputParser
+from serve_app.openai.tools.shapes.calls import Content, Event, Reasoning
 
 ResultT = TypeVar("ResultT")
 
@@ -80,6 +85,13 @@ class ChatFormat(ChatReader):
     ends_with_done = True
     keep_alive: JsonObject | None = None
 
+    def __init__(self, *chat: Any) -> None:
+        """Create the format as a `ChatReader`."""
+        super().__init__(*chat)
+        self._has_only_text = not (self.body.logprobs or self.body.return_token_ids)
+        """True if chunks of a stream show nothing of their tokens."""
+        self._text_events: dict[tuple[int, type[Event]], TextEvent] = {}
+
     def opening(self, index: int) -> list[JsonObject]:
         """Return the chunk with the role, which has no token, for a choice that has none yet."""
         if index in self.started:
@@ -92,8 +104,28 @@ class ChatFormat(ChatReader):
 
     def chunks(self, item: IndexedDelta) -> list[JsonObject]:
         """Return a delta's chunks: content, then the finish reason."""
+        return self._chunks(item, self.parse(self.choices[item.index].events, item.delta))
+
+    def written(self, item: IndexedDelta) -> bytes:
+        """Return a delta's events, with `usage` null if the last event has it."""
+        events = self.parse(self.choices[item.index].events, item.delta)
+        if self._has_only_text and item.delta.finish_reason is None:
+            return b"".join([self._event(item.index, piece) for piece in events])
+        return b"".join([event(chunk | null_usage(self.body)) for chunk in self._chunks(item, events)])
+
+    def _event(self, index: int, piece: Event) -> bytes:
+        """Return the event of a piece of a choice's message."""
+        if not isinstance(piece, Content | Reasoning):
+            return event(self._chunk(index, part_of(piece)) | null_usage(self.body))
+        kind = type(piece)
+        if (text_event := self._text_events.get((index, kind))) is None:
+            chunk = self._chunk(index, part_of(kind(TEXT_PLACE)))
+            text_event = self._text_events[index, kind] = TextEvent(chunk | null_usage(self.body))
+        return text_event.written(piece.text)
+
+    def _chunks(self, item: IndexedDelta, events: Sequence[Event]) -> list[JsonObject]:
         delta, choice = item.delta, self.choices[item.index]
-        parts = self.parse(choice.read, delta)
+        parts = [part_of(piece) for piece in events]
         if not parts and (delta.logprobs or (self.body.return_token_ids and delta.token_ids)):
             parts = [{"content": ""}]
         chunks = [self._chunk(item.index, part) for part in parts]

@@ -24,6 +24,26 @@ MIN_LOGPROB = -9999.0
 """Log probability shown for a probability of zero, as in OpenAI's API: JSON has no infinity."""
 _ITEMS_PER_PIECE = 256
 """Items of a list in one piece of its JSON."""
+TEXT_PLACE = "\0text\0"
+"""Text in the object of a `TextEvent`, where the texts of its events go."""
+
+
+def event(payload: JsonObject) -> bytes:
+    """Return a server-sent event with a JSON object as its data; its name is the object's `type`, if it has one."""
+    name = payload.get("type")
+    return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + to_json(payload) + b"\n\n"
+
+
+class TextEvent:
+    """Events of a stream that differ in their texts alone: the bytes around the text are made once."""
+
+    def __init__(self, payload: JsonObject) -> None:
+        """`payload` is the object of an event with the text `TEXT_PLACE`, in one field or in several."""
+        self._around = event(payload).split(to_json(TEXT_PLACE))
+
+    def written(self, text: str) -> bytes:
+        """Return the event with a text."""
+        return to_json(text).join(self._around)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +154,9 @@ class CompletionFormat:
         """Create the format; with `echo` every prompt must have its text."""
         self._head = head
         self._body = body
+        self._has_only_text = body.logprobs is None and not body.return_token_ids
+        """True if chunks of a stream show nothing but text."""
+        self._text_events: dict[int, TextEvent] = {}
         self._choices = [
             _Choice(body, prompt, index * body.n + sample, token_text)
             for index, prompt in enumerate(prompts)
@@ -162,6 +185,18 @@ class CompletionFormat:
         if not (is_shown or delta.finish_reason is not None or (self._body.return_token_ids and delta.token_ids)):
             return []
         return [self._head.fields("text_completion") | {"choices": [choice.render(delta)]}]
+
+    def written(self, item: IndexedDelta) -> bytes:
+        """Return a delta's events, with `usage` null if the last event has it."""
+        delta, choice = item.delta, self._choices[item.index]
+        is_plain = self._has_only_text and delta.text and delta.finish_reason is None
+        if not is_plain or (self._body.echo and not choice.has_started):
+            return b"".join([event(chunk | null_usage(self._body)) for chunk in self.chunks(item)])
+        if (text_event := self._text_events.get(item.index)) is None:
+            plain = delta._replace(text=TEXT_PLACE)
+            chunk = self._head.fields("text_completion") | {"choices": [choice.render(plain)]}
+            text_event = self._text_events[item.index] = TextEvent(chunk | null_usage(self._body))
+        return text_event.written(delta.text)
 
     def closing(self, fields: JsonObject, usage: JsonObject) -> list[JsonObject]:
         """Return the last chunk of a stream, with fields about the whole request, if there are any; no choices."""
@@ -278,6 +313,9 @@ class ReplyFormat(Protocol):
     def chunks(self, item: IndexedDelta) -> list[JsonObject]:
         """Return the events for a delta."""
 
+    def written(self, item: IndexedDelta) -> bytes:
+        """Return the events for a delta as bytes, in place of `chunks`: each delta is read once."""
+
     def closing(self, fields: JsonObject, usage: JsonObject) -> list[JsonObject]:
         """Return the last events of a stream; `fields` are those about the whole request that the client asked for."""
 
@@ -296,6 +334,11 @@ def fingerprint_of(card: ModelCard) -> str:
     """Return a name for the configuration on which the output of a seed depends."""
     decisive = (card.model_id, card.dtype, card.device, card.max_model_len, card.vocab_size)
     return f"fp_{hashlib.sha256(repr(decisive).encode()).hexdigest()[:10]}"
+
+
+def null_usage(body: GenerationBody) -> JsonObject:
+    """Return the field that each chunk of a stream has if the last one has the usage."""
+    return {"usage": None} if body.stream_options is not None and body.stream_options.include_usage else {}
 
 
 def namer(body: GenerationBody, token_text: TokenText) -> Callable[[int], str]:

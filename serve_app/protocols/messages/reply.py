@@ -10,8 +10,11 @@ from pydantic_core import from_json
 from replicas.protocol import TokenDelta
 from serve_app.openai.reply.chat_format import ChatReader
 from serve_app.openai.reply.fan_in import IndexedDelta
-from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.reply.format import TEXT_PLACE, JsonObject, TextEvent, event
 from serve_app.openai.tools.shapes.calls import CallArguments, CallBegin, Content, Event, Reasoning
+
+_BLOCKS: dict[type[Event], str] = {Content: "text", Reasoning: "thinking"}
+"""Types of the blocks of texts."""
 
 
 class ContentBlocks:
@@ -25,15 +28,17 @@ class ContentBlocks:
         self._num_blocks = 0
         self._open: str | None = None
         """Type of the open block; None: there is none."""
+        self._text_event: TextEvent | None = None
+        """Events that add text to the open block; None: there were none yet."""
 
-    def add(self, event: Event) -> Iterator[JsonObject]:
+    def add(self, piece: Event) -> Iterator[JsonObject]:
         """Yield the events for a piece of the output."""
-        match event:
+        match piece:
             case Content(text):
-                yield from self._within("text", {"text": ""})
+                yield from self._within(_BLOCKS[Content], {"text": ""})
                 yield self._delta("text_delta", "text", text)
             case Reasoning(text):
-                yield from self._within("thinking", {"thinking": "", "signature": ""})
+                yield from self._within(_BLOCKS[Reasoning], {"thinking": "", "signature": ""})
                 yield self._delta("thinking_delta", "thinking", text)
             case CallBegin(_, call_id, name):
                 yield from self.end()
@@ -41,11 +46,20 @@ class ContentBlocks:
             case CallArguments(_, text) if text:
                 yield self._delta("input_json_delta", "partial_json", text)
 
+    def written(self, piece: Event) -> bytes:
+        """Return the events for a piece of the output as bytes, in place of `add`."""
+        if not isinstance(piece, Content | Reasoning) or self._open != _BLOCKS[type(piece)]:
+            return b"".join(map(event, self.add(piece)))
+        if self._text_event is None:
+            (payload,) = self.add(type(piece)(TEXT_PLACE))
+            self._text_event = TextEvent(payload)
+        return self._text_event.written(piece.text)
+
     def end(self) -> Iterator[JsonObject]:
         """Yield the events that end the open block, if there is one."""
         if self._open is None:
             return
-        if self._open == "thinking":
+        if self._open == _BLOCKS[Reasoning]:
             yield self._delta("signature_delta", "signature", f"{self._reply_id}-{self._num_blocks - 1}")
         self._open = None
         yield {"type": "content_block_stop", "index": self._num_blocks - 1}
@@ -55,7 +69,7 @@ class ContentBlocks:
         if self._open == kind:
             return
         yield from self.end()
-        self._open = kind
+        self._open, self._text_event = kind, None
         self._num_blocks += 1
         block = {"type": kind, **fields}
         yield {"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}
@@ -82,6 +96,12 @@ class MessageFormat(ChatReader):
         """Return no event: the first one has the number of cached tokens, which comes with the first delta."""
         return []
 
+    def written(self, item: IndexedDelta) -> bytes:
+        """Return a delta's events as bytes, without those that end the message."""
+        if self._cached_tokens is None or item.delta.finish_reason is not None:
+            return b"".join(map(event, self.chunks(item)))
+        return b"".join(map(self._blocks.written, self.parse(self.choices[0].events, item.delta)))
+
     def chunks(self, item: IndexedDelta) -> list[JsonObject]:
         """Return a delta's events, without those that end the message."""
         delta, (choice,) = item.delta, self.choices
@@ -89,8 +109,8 @@ class MessageFormat(ChatReader):
         if self._cached_tokens is None:
             self._cached_tokens = delta.usage.cached_tokens
             events.append({"type": "message_start", "message": self._message(delta)})
-        for event in self.parse(choice.events, delta):
-            events += self._blocks.add(event)
+        for piece in self.parse(choice.events, delta):
+            events += self._blocks.add(piece)
         if delta.finish_reason is not None:
             events += self._blocks.end()
             self._ending = self._ending_of(choice.ending(delta))
@@ -159,16 +179,16 @@ def folded(events: Sequence[JsonObject]) -> JsonObject:
     """Return the message that a client makes of the events of a whole stream."""
     message: JsonObject = {}
     inputs: dict[int, str] = {}
-    for event in events:
-        match event["type"]:
+    for payload in events:
+        match payload["type"]:
             case "message_start":
-                message = event["message"]
+                message = payload["message"]
             case "content_block_start":
-                message["content"].append(event["content_block"])
+                message["content"].append(payload["content_block"])
             case "content_block_delta":
-                _add(message["content"][event["index"]], event["delta"], inputs, event["index"])
+                _add(message["content"][payload["index"]], payload["delta"], inputs, payload["index"])
             case "message_delta":
-                message |= event["delta"] | {"usage": event["usage"]}
+                message |= payload["delta"] | {"usage": payload["usage"]}
     for index, text in inputs.items():
         # A call that the end of the answer cuts has what can be read of its input.
         message["content"][index]["input"] = from_json(text, allow_partial="trailing-strings")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.reply.format import TEXT_PLACE, JsonObject, TextEvent
 from serve_app.openai.tools.shapes.calls import CallArguments, CallBegin, Content, Event, Reasoning
 from serve_app.protocols.responses.custom_input import InputReader
 from serve_app.protocols.responses.toolset import ToolName
@@ -79,6 +79,8 @@ class OutputItem:
     text: str = ""
     logprobs: list[JsonObject] = field(default_factory=list)
     status: str = "in_progress"
+    text_event: TextEvent | None = None
+    """Events that add text without log probabilities; None: there were none yet."""
 
     def view(self) -> JsonObject:
         """Return the item as it is now; an item that is in progress has no part yet."""
@@ -98,6 +100,13 @@ class OutputItem:
         self.text += text
         self.logprobs += logprobs
         yield self._event(f"{self.form.event}.delta", delta=text, **self._shown(logprobs))
+
+    def written(self, text: str) -> bytes:
+        """Add a piece of the text and return its event as bytes, in place of `add`."""
+        self.text += text
+        if self.text_event is None:
+            self.text_event = TextEvent(self._event(f"{self.form.event}.delta", delta=TEXT_PLACE, **self._shown(())))
+        return self.text_event.written(text)
 
     def end(self, status: str) -> Iterator[JsonObject]:
         """End the item with a status and yield the events of its end."""
@@ -173,6 +182,13 @@ class Output:
                 case CallArguments(_, text):
                     shown = text if self._input is None else self._input.add(text)
                     yield from self.items[-1].add(shown) if shown else ()
+
+    def written(self, piece: Event) -> bytes | None:
+        """Add a piece of the open item's text and return its event as bytes; None: `add` has to add the piece."""
+        form = MESSAGE if isinstance(piece, Content) else self._reasoning
+        if isinstance(piece, Content | Reasoning) and (item := self.open) is not None and item.form is form:
+            return item.written(piece.text)
+        return None
 
     def finish(self, is_whole: bool, logprobs: Sequence[JsonObject] = ()) -> Iterator[JsonObject]:
         """End the output and yield the events of its end; `is_whole` is False if it was cut off.

@@ -10,10 +10,13 @@ from typing import Any
 from replicas.protocol import FinishReason, PositionLogprobs, TokenDelta
 from serve_app.openai.reply.chat_format import ChatReader
 from serve_app.openai.reply.fan_in import IndexedDelta
-from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.reply.format import JsonObject, event
 from serve_app.openai.tools.shapes.calls import Content
 from serve_app.protocols.responses.output import Output
 from serve_app.protocols.responses.toolset import ToolName
+
+_END = b"}\n\n"
+"""End of an event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,20 @@ class ResponseFormat(ChatReader):
     def chunks(self, item: IndexedDelta) -> list[JsonObject]:
         """Return a delta's events."""
         return self._numbered(self._read(item.delta))
+
+    def written(self, item: IndexedDelta) -> bytes:
+        """Return a delta's events as bytes."""
+        if self.body.logprobs or item.delta.finish_reason is not None:
+            return b"".join(map(event, self.chunks(item)))
+        parts: list[bytes] = []
+        for piece in self.parse(self.choices[0].events, item.delta):
+            part = self._output.written(piece)
+            if part is None:
+                parts += map(event, self._numbered(self._output.add([piece])))
+            else:
+                parts.append(part.removesuffix(_END) + b',"sequence_number":%d' % self._num_events + _END)
+                self._num_events += 1
+        return b"".join(parts)
 
     def closing(self, fields: JsonObject, usage: JsonObject) -> list[JsonObject]:
         """Return the last event of a stream, with the whole response."""

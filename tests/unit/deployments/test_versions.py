@@ -67,7 +67,7 @@ def test_the_version_is_the_same_in_every_process() -> None:
 OPTIONS_OF_DEPLOYMENTS = {
     "num_replicas", "min_replicas", "max_replicas", "num_ingress_replicas", "min_ingress_replicas",
     "max_ingress_replicas", "num_jobs_workers", "cpus_per_ingress", "cpus_per_jobs", "graceful_shutdown_timeout_s",
-    "health_check_timeout_s", "update",
+    "health_check_timeout_s", "update", "stream_drain_s",
 }  # fmt: skip
 """Settings that Serve reads, and no process."""
 SHARES = ("max_tenant_queue_share", "trace_sampling_ratio", "gpu_memory_utilization")

@@ -1,11 +1,13 @@
 """The gate of an ingress: requests inside may end, further ones are refused, probes pass."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from starlette.types import Message
 
 from replicas.errors import NoReplicaAvailable
+from serve_app.http.exchange import SCOPE_KEY, Cancellation
 from serve_app.http.gate import Gate, GateMiddleware
 from testkit.limits import LIMIT_S
 
@@ -30,8 +32,8 @@ async def send(message: Message) -> None:
     pass
 
 
-def request_to(path: str) -> dict[str, str]:
-    return {"type": "http", "path": path}
+def request_to(path: str) -> dict[str, object]:
+    return {"type": "http", "path": path, SCOPE_KEY: SimpleNamespace(cancellation=Cancellation())}
 
 
 def test_a_closed_gate_waits_for_the_requests_inside():
@@ -57,8 +59,25 @@ def test_a_closed_gate_waits_for_the_requests_inside():
 def test_closing_gives_up_after_its_limit():
     async def scenario() -> None:
         gate = Gate()
-        gate.enter()
+        gate.enter(Cancellation())
         assert await gate.close(0.01) == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("end", [lambda gate: gate.remove(0.01), lambda gate: asyncio.create_task(gate.close(0.01))])
+def test_requests_that_outlast_a_removal_or_a_stop_end_with_an_error(end):
+    async def scenario() -> None:
+        gate, cancellation = Gate(), Cancellation()
+        gate.enter(cancellation)
+        ending = end(gate)
+        assert not gate.is_staying or ending is not None
+        with pytest.raises(NoReplicaAvailable, match="not whole"):
+            async with cancellation.within():
+                await asyncio.sleep(LIMIT_S)
+        gate.leave(cancellation)
+        if ending is not None:
+            assert await ending == 1
 
     asyncio.run(scenario())
 

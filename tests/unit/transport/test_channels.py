@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import pickle
 import random
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,7 +12,7 @@ from replicas.engine.outbox import Coalescing, FlushPolicy
 from replicas.errors import ReplicaLost, SequenceFailed
 from replicas.protocol import FinishReason, PhaseSeconds, PositionLogprobs, TokenDelta, TokenLogprob, Usage, merge
 from replicas.transport.channels import ChannelWaits, Credits
-from replicas.transport.wire import WINDOW_BATCHES, ChannelId, DeltaBatch, StreamFailure, unpacked
+from replicas.transport.wire import WINDOW_BATCHES, ChannelId, DeltaBatch, StreamFailure, decoded, encoded
 from router.transport.submission import ChannelLimits
 from testkit.engine.shadow_runner import continuation, request
 from testkit.engine.single_stream import generate
@@ -44,12 +43,11 @@ LOGPROBS = (PositionLogprobs(TokenLogprob(7, -0.5), (TokenLogprob(7, -0.5), Toke
 def test_a_delta_comes_out_of_a_batch_as_it_went_in(fields) -> None:
     sent = TokenDelta("r", 3, (7,), "x", Usage(1, 2, 3, 4, 5, 0.5), **fields)
     load = stats("a", taken=1.0)
-    batch = pickle.loads(pickle.dumps(DeltaBatch.of(load, [(5, sent)])))
-    [packed] = batch.deltas
-    got = unpacked(packed, "r", batch.stats)
-    assert packed[0] == 5 and got.stats == load
+    batch = decoded(encoded(DeltaBatch(load, [(5, sent)])))
+    [(number, got)] = batch.deltas
+    assert number == 5 and batch.stats == load
     assert repr(got.error) == repr(sent.error)
-    assert replace(got, stats=None, error=None) == replace(sent, error=None)
+    assert got._replace(error=None) == sent._replace(error=None)
 
 
 async def test_many_streams_share_one_channel_and_one_message_a_flush() -> None:
@@ -68,7 +66,7 @@ async def test_a_channel_changes_nothing_in_what_a_reply_is_made_of() -> None:
     def whole(deltas: list[TokenDelta]) -> TokenDelta:
         merged = merge(deltas)
         counts = Usage(merged.usage.prompt_tokens, merged.usage.completion_tokens, 0)
-        return replace(merged, usage=counts, stats=None, phases=None)
+        return merged._replace(usage=counts, stats=None, phases=None)
 
     async with running_channels() as (client, [replica]):
         plain, scored = request(max_tokens=30), request(prompt_logprobs=0, max_tokens=20)
@@ -130,7 +128,7 @@ async def test_a_call_that_ends_before_the_channel_has_a_reader_ends_no_other_on
         async with aclosing(replica.channels.read(channel_id)) as batches:
             num_batches = 0
             async for batch in batches:
-                tokens += [token_id for packed in batch.deltas for token_id in packed[2]]
+                tokens += [token_id for _, delta in batch.deltas for token_id in delta.token_ids]
                 if len(tokens) == 50:
                     break
                 num_batches += 1
@@ -157,7 +155,7 @@ async def test_batches_leave_as_they_are_acknowledged_and_deltas_merge_meanwhile
         replica.channels.acknowledge(channel_id, 1)
         assert await asyncio.wait_for(ending, LIMIT_S) is None
         taken = [batches.get_nowait() for _ in range(batches.qsize())]
-        token_ids = [token_id for batch in taken for packed in batch.deltas for token_id in packed[2]]
+        token_ids = [token_id for batch in taken for _, delta in batch.deltas for token_id in delta.token_ids]
         assert tuple(token_ids) == continuation(PROMPT, 60), "what waited left together"
         reading.cancel()
 
@@ -303,7 +301,7 @@ async def test_a_stream_whose_last_delta_is_lost_fails_after_a_while() -> None:
         reading = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
         [channel] = client.pool._channels.values()
-        channel.deliver = lambda deltas, stats: None  # type: ignore[method-assign]
+        channel.deliver = lambda batch: None  # type: ignore[method-assign]
         with pytest.raises(ReplicaLost, match="last tokens"):
             await asyncio.wait_for(reading, LIMIT_S)
         await until(lambda: replica.is_whole)

@@ -43,7 +43,7 @@ print(json.dumps({
 
 
 def test_serve_takes_every_port_from_the_block(tmp_path: Path) -> None:
-    environment = haproxy_environment(tmp_path, Address("127.0.0.1", 8500), BLOCK, 1024)
+    environment = haproxy_environment(tmp_path, Address("127.0.0.1", 8500), BLOCK, 1024, 600.0)
     printed = subprocess.run(
         [sys.executable, "-c", _READ],
         env={**os.environ, **environment},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicas.protocol import FinishReason, TokenDelta, Usage
-from serve_app.openai.reply.chat_choice import ChatChoice
+from serve_app.openai.reply.chat_choice import ChatChoice, part_of
 from serve_app.openai.tokenize.prompt_tokenizer import TokenText
 from serve_app.openai.tools.families import FAMILIES, ChatFamily, family_named
 from serve_app.openai.tools.parser import OutputParser
@@ -41,7 +41,7 @@ def streamed(choice: ChatChoice, deltas: Sequence[TokenDelta]) -> dict[str, Any]
     """Return the message that a client joins out of the parts of a stream."""
     content, calls = "", list[dict[str, str]]()
     for delta in deltas:
-        for part in choice.read(delta):
+        for part in map(part_of, choice.events(delta)):
             content += part.get("content", "")
             for call in part.get("tool_calls", ()):
                 if call["index"] == len(calls):

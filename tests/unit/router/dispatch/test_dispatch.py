@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 
 import pytest
 
@@ -106,7 +105,7 @@ class LaggingReplica(FakeReplica):
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         async with aclosing(super().generate(request)) as deltas:
             delta = await anext(deltas)
-        yield replace(delta, error=SequenceFailed("bad token"), finish_reason=FinishReason.ERROR)
+        yield delta._replace(error=SequenceFailed("bad token"), finish_reason=FinishReason.ERROR)
 
 
 async def test_output_with_a_failure_is_given_before_the_error(make_world: MakeWorld):
