@@ -100,10 +100,10 @@ class RecurrentPort:
                     child.register_forward_hook(_pad_rows)
 
     def _forward_of(self, mixer: nn.Module) -> FunctionType:
-        """Return a copy of the mixer's `forward` whose functions are those of `_MixerFunctions`."""
+        """Return a copy of the mixer's `forward` whose functions are those of `MixerFunctions`."""
         forward = inspect.unwrap(type(mixer).forward)
         names = _names_in_forward(mixer)
-        known = _MixerFunctions(self, int(mixer.layer_idx)).by_name()  # type: ignore[arg-type]
+        known = MixerFunctions(self, int(mixer.layer_idx)).by_name()  # type: ignore[arg-type]
         kernels = {name for name in names if hasattr(forward.__globals__.get(name), "__wrapped__")}
         unknown = {name: self._refusal(name) for name in kernels - known.keys() - _UNREACHED}
         copied = FunctionType(
@@ -123,7 +123,7 @@ class RecurrentPort:
         return refuse
 
 
-class _MixerFunctions:
+class MixerFunctions:
     """Functions of one mixer with the signatures of transformers' ones. Their tensors are [1, num_tokens, ...]."""
 
     def __init__(self, port: RecurrentPort, layer: int) -> None:

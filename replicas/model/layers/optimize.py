@@ -19,6 +19,7 @@ from replicas.model.hardware.selfcheck import WHOLE_MODEL, find_fault, relative_
 from replicas.model.layers.cpp_decoder import CppDecoder
 from replicas.model.layers.experts import ExpertLinear, replace_experts
 from replicas.model.layers.fused_decoder import FusedDecoder, can_fuse
+from replicas.model.layers.gated_delta_net import replace_delta_nets
 from replicas.model.layers.latent_attention import CppHeadLinear, HeadLinearFactory, replace_head_linears
 from replicas.model.layers.linear import LinearFactory, choose_linears, plain_linear, replace_linears
 from replicas.model.layers.ops import CppLayerOps, LayerOps, Norm, TorchLayerOps
@@ -44,6 +45,8 @@ class FusedModules:
     """Linear layers of experts; None: experts stay as they are."""
     head_linear: HeadLinearFactory | None = None
     """Factory of the linear layers of latent attention's heads; None: they stay as they are."""
+    has_recurrent_kernels: bool = False
+    """True if the compiled kernels of recurrent layers are loaded."""
 
 
 def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> FusedModules:
@@ -54,7 +57,9 @@ def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> Fus
     """
     make_linear = choose_linears(dtype, has_kernels, quantization)
     return (
-        FusedModules(CppLayerOps(), make_linear, CppDecoder, head_linear=CppHeadLinear)
+        FusedModules(
+            CppLayerOps(), make_linear, CppDecoder, head_linear=CppHeadLinear, has_recurrent_kernels=True
+        )
         if has_kernels
         else FusedModules(TorchLayerOps(), make_linear)
     )
@@ -75,6 +80,10 @@ def optimize_model(
     """Replace modules of `model` by `modules`. Results are equal up to rounding and the linear layers' quantization."""
     if can_fuse(model):
         model.model = modules.decoder(model.model, port, layers, modules.ops, modules.make_linear)
+    if modules.has_recurrent_kernels:
+        fault = replace_delta_nets(model, port.recurrent, modules.make_linear)
+        if fault is not None:
+            _log.warning("layers of the gated delta rule are slow: the compiled kernels do not work here: %s", fault)
     replace_norms(model, modules.ops)
     replace_linears(model, modules.make_linear)
     if modules.head_linear is not None:
