@@ -43,28 +43,29 @@ class CppStates:
     """Recurrent state of one forward pass in the compiled kernels. `can_advance` must be True."""
 
     def __init__(self, cache: StateCache, inputs: BatchInputs) -> None:
-        self._cache = cache
+        self.cache = cache
         chunks: list[tuple[int, ...]] = []
         snapshots: list[tuple[int, int]] = []
         for chunk in inputs.chunks:
             first, move = len(snapshots), chunk.state
             snapshots += move.snapshots
             chunks.append((chunk.row, chunk.start, chunk.end, move.source, move.target, first, len(snapshots)))
-        self._plan = (
-            torch.tensor(chunks, dtype=torch.int64),  # [num_chunks, 7]: see `StateChunk` in recurrent.h
+        self.plan = (
+            torch.tensor(chunks, dtype=torch.int64),
             torch.tensor(snapshots, dtype=torch.int64).view(-1, 2),
         )
+        """Chunks [num_chunks, 7] and snapshots [num_snapshots, 2], as `StateChunk` and `Snapshot` in recurrent.h."""
 
     def convolve(self, call: ConvCall) -> Tensor:
         """Convolve the call's channels, after those of earlier steps; store what later steps need."""
         output: Tensor = torch.ops.headway.convolve_states.default(
-            call.inputs, call.weight.contiguous(), call.bias, self._cache[call.layer].inputs, *self._plan
+            call.inputs, call.weight.contiguous(), call.bias, self.cache[call.layer].inputs, *self.plan
         )
         return output
 
     def advance(self, call: RuleCall) -> Tensor:
         """Advance the states of the call's layer, block by block, and store them."""
-        layer = self._cache[call.layer]
+        layer = self.cache[call.layer]
         parts = (call.query, call.key, call.value, call.decay, call.beta)
         output: Tensor = torch.ops.headway.advance_states.default(
             *(None if part is None else part.contiguous() for part in parts),
@@ -72,7 +73,7 @@ class CppStates:
             layer.keys,
             layer.updates,
             layer.decays,
-            *self._plan,
+            *self.plan,
         )
         return output
 
@@ -81,7 +82,7 @@ class CppStates:
 
         Each of `rows` has the channels of the convolution, the gate of the norm, b and a.
         """
-        states = self._cache[layer]
+        states = self.cache[layer]
         output: Tensor = torch.ops.headway.mix_by_delta_rule.default(
             rows,
             parts.conv_weight,
@@ -95,6 +96,6 @@ class CppStates:
             states.keys,
             states.updates,
             states.decays,
-            *self._plan,
+            *self.plan,
         )
         return output

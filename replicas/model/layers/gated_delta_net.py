@@ -35,7 +35,7 @@ class GatedDeltaNet(nn.Module):
         self._port = port
         self.shape = shape
         self._functions = MixerFunctions(port, shape.index)
-        self._parts = DeltaParts(
+        self.parts = DeltaParts(
             conv_weight=original.conv1d.weight.detach().squeeze(1).contiguous(),
             rates=-original.A_log.detach().float().exp(),
             biases=original.dt_bias.detach().float(),
@@ -50,14 +50,14 @@ class GatedDeltaNet(nn.Module):
         """Mix hidden states [1, num_tokens, hidden_size]; the result has the same shape."""
         rows, context = self.inputs(hidden_states[0]), self._port.context
         if isinstance(context, CppStates):
-            mixed = context.mix(self.shape.index, rows, self._parts)
+            mixed = context.mix(self.shape.index, rows, self.parts)
         else:
             mixed = self._mix_in_torch(rows)
         output: Tensor = self.output(mixed)
         return output[None]
 
     def _mix_in_torch(self, rows: Tensor) -> Tensor:
-        shape, parts = self.shape, self._parts
+        shape, parts = self.shape, self.parts
         values = shape.num_heads * shape.value_size
         channels, gate, b, a = rows.split((shape.num_channels, values, shape.num_heads, shape.num_heads), dim=1)
         mixed = self._functions.convolve(channels.transpose(0, 1)[None], parts.conv_weight, activation="silu")

@@ -20,6 +20,7 @@ from replicas.model.layers.cpp_decoder import CppDecoder
 from replicas.model.layers.experts import ExpertLinear, replace_experts
 from replicas.model.layers.fused_decoder import FusedDecoder, can_fuse
 from replicas.model.layers.gated_delta_net import replace_delta_nets
+from replicas.model.layers.hybrid_decoder import replace_hybrid_decoder
 from replicas.model.layers.latent_attention import CppHeadLinear, HeadLinearFactory, replace_head_linears
 from replicas.model.layers.linear import LinearFactory, choose_linears, plain_linear, replace_linears
 from replicas.model.layers.ops import CppLayerOps, LayerOps, Norm, TorchLayerOps
@@ -84,6 +85,8 @@ def optimize_model(
         fault = replace_delta_nets(model, port.recurrent, modules.make_linear)
         if fault is not None:
             _log.warning("layers of the gated delta rule are slow: the compiled kernels do not work here: %s", fault)
+        else:
+            replace_hybrid_decoder(model, port)
     replace_norms(model, modules.ops)
     replace_linears(model, modules.make_linear)
     if modules.head_linear is not None:
@@ -122,13 +125,14 @@ def _cuda_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
 
 
 class FusedNorm(nn.Module):
-    """Root mean square normalisation over the last dimension."""
+    """Root mean square normalisation over the last dimension. If `is_centred`, its factors are 1 + weight."""
 
-    def __init__(self, original: Any, ops: LayerOps) -> None:
+    def __init__(self, original: Any, ops: LayerOps, *, is_centred: bool = False) -> None:
         super().__init__()
         self.weight: nn.Parameter = original.weight
-        self.variance_epsilon = float(original.variance_epsilon)
-        self._norm = Norm(self.weight.detach().clone(), self.variance_epsilon)
+        self.variance_epsilon = float(_epsilon(original))
+        weight = self.weight.detach()
+        self._norm = Norm(1.0 + weight.float() if is_centred else weight.clone(), self.variance_epsilon)
         self._ops = ops
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -142,14 +146,19 @@ def replace_norms(model: nn.Module, ops: LayerOps) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm") and _has_plain_fields(child):
-                fused = FusedNorm(child, ops)
-                if find_fault(_norm_errors(child, fused), fused.weight.dtype) is None:
-                    setattr(parent, name, fused)
+                candidates = (FusedNorm(child, ops, is_centred=is_centred) for is_centred in (False, True))
+                sound = (fused for fused in candidates if find_fault(_norm_errors(child, fused), child.weight.dtype) is None)
+                setattr(parent, name, next(sound, child))
 
 
 def _has_plain_fields(norm: nn.Module) -> bool:
     weight = getattr(norm, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() == 1 and hasattr(norm, "variance_epsilon")
+    return isinstance(weight, Tensor) and weight.dim() == 1 and _epsilon(norm) is not None
+
+
+def _epsilon(norm: nn.Module) -> Any:
+    """Return the number that a norm adds to the mean square; None if it has none."""
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 @torch.inference_mode()

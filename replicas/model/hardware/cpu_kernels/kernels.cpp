@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "decoder.h"
+#include "hybrid_decoder.h"
 #include "operations.h"
 #include "recurrent_operations.h"
 
@@ -36,6 +37,12 @@ TORCH_LIBRARY(headway, library) {
       "run_layers(Tensor(a!) residual, Tensor cos, Tensor sin, Tensor?[] parts, int num_query_heads, float epsilon, "
       "Tensor(b!)[] keys, Tensor(c!)[] values, Tensor(d!)[] key_scales, Tensor(e!)[] value_scales, Tensor slots, "
       "Tensor chunks, Tensor tables, float[] scales, int[] windows) -> Tensor");
+  library.def(
+      "run_hybrid_layers(Tensor(a!) residual, Tensor cos, Tensor sin, Tensor?[] parts, int[] is_recurrent, "
+      "int num_query_heads, float epsilon, float scale, Tensor(b!)[] keys, Tensor(c!)[] values, "
+      "Tensor(d!)[] key_scales, Tensor(e!)[] value_scales, Tensor(f!)[] inputs, Tensor(g!)[] states, "
+      "Tensor(h!)[] state_keys, Tensor(i!)[] updates, Tensor(j!)[] decays, Tensor slots, Tensor chunks, "
+      "Tensor tables, Tensor state_chunks, Tensor snapshots) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(headway, CPU, library) {
@@ -51,6 +58,7 @@ TORCH_LIBRARY_IMPL(headway, CPU, library) {
   library.impl("advance_states", &advance_states);
   library.impl("mix_by_delta_rule", &mix_by_delta_rule);
   library.impl("run_layers", &run_layers);
+  library.impl("run_hybrid_layers", &run_hybrid_layers);
 }
 
 }  // namespace headway

@@ -35,8 +35,6 @@ struct StatePlan {
   }
 };
 
-inline float silu(float x) { return x / (1.0f + exponential(x > -87.0f ? -x : 87.0f)); }
-
 // Calls f(N, column) for tiles of N vectors, then for smaller ones, until all columns are done.
 template <int N, typename F>
 HEADWAY_INLINE inline void for_columns(int64_t num_columns, const F& f, int64_t column = 0) {
@@ -88,7 +86,7 @@ inline void convolve(const StatePlan& plan, const Convolution<T>& in, const Stat
     T* to = in.output + (chunk.row + position - chunk.start) * in.num_channels + first;
     if (in.has_silu) {
 #pragma omp simd
-      for (int64_t c = 0; c < num; c++) to[c] = narrow<T>(silu(sums[c]));
+      for (int64_t c = 0; c < num; c++) to[c] = narrow<T>(sums[c] * sigmoid(sums[c]));
     } else {
 #pragma omp simd
       for (int64_t c = 0; c < num; c++) to[c] = narrow<T>(sums[c]);
@@ -368,7 +366,7 @@ class HeadBlock {
     const float factor = 1.0f / std::sqrt(dot(from, from, width) / static_cast<float>(width) + in_.epsilon);
 #pragma omp simd
     for (int64_t v = 0; v < width; v++)
-      to[v] = narrow<T>(from[v] * factor * widen(in_.norm[v]) * silu(widen(gate[v])));
+      to[v] = narrow<T>(from[v] * factor * widen(in_.norm[v]) * widen(gate[v]) * sigmoid(widen(gate[v])));
   }
 
   const StatePlan& plan_;
