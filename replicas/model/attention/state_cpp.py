@@ -34,9 +34,7 @@ class DeltaParts:
 
 def can_advance(layers: Iterable[StateLayer]) -> bool:
     """Return True if `CppStates` supports `layers`."""
-    return all(
-        size % _UNIT == 0 for layer in layers for size in (layer.num_channels, layer.key_size, layer.value_size)
-    )
+    return all(size % _UNIT == 0 for layer in layers for size in (layer.num_channels, layer.key_size, layer.value_size))
 
 
 class CppStates:
@@ -59,13 +57,13 @@ class CppStates:
     def convolve(self, call: ConvCall) -> Tensor:
         """Convolve the call's channels, after those of earlier steps; store what later steps need."""
         output: Tensor = torch.ops.headway.convolve_states.default(
-            call.inputs, call.weight.contiguous(), call.bias, self.cache[call.layer].inputs, *self.plan
+            call.inputs, call.weight.contiguous(), call.bias, call.has_silu, self.cache[call.layer].inputs, *self.plan
         )
         return output
 
     def advance(self, call: RuleCall) -> Tensor:
         """Advance the states of the call's layer, block by block, and store them."""
-        layer = self.cache[call.layer]
+        layer, call = self.cache[call.layer], call.prepared()
         parts = (call.query, call.key, call.value, call.decay, call.beta)
         output: Tensor = torch.ops.headway.advance_states.default(
             *(None if part is None else part.contiguous() for part in parts),

@@ -59,10 +59,11 @@ class GatedDeltaNet(nn.Module):
     def _mix_in_torch(self, rows: Tensor) -> Tensor:
         shape, parts = self.shape, self.parts
         values = shape.num_heads * shape.value_size
-        channels, gate, b, a = rows.split((shape.num_channels, values, shape.num_heads, shape.num_heads), dim=1)
+        sizes = (shape.num_channels, values, shape.num_heads, shape.num_heads)
+        channels, gate, b, a = rows.split(sizes, dim=1)  # type: ignore[no-untyped-call]
         mixed = self._functions.convolve(channels.transpose(0, 1)[None], parts.conv_weight, activation="silu")
         keys = shape.num_key_heads * shape.key_size
-        query, key, value = mixed.transpose(1, 2).split((keys, keys, values), dim=2)
+        query, key, value = mixed.transpose(1, 2).split((keys, keys, values), dim=2)  # type: ignore[no-untyped-call]
         outputs, _ = self._functions.apply_delta_rule(
             query.unflatten(2, (-1, shape.key_size)),
             key.unflatten(2, (-1, shape.key_size)),
@@ -84,7 +85,8 @@ def replace_delta_nets(model: PreTrainedModel, port: RecurrentPort, make: Linear
     shapes = {layer.index: layer for layer in port.layers}
     # Originals are not listed, so that the weights of each are freed when it is replaced.
     names = {id(child): (parent, name) for parent in model.modules() for name, child in parent.named_children()}
-    places = [(*names[id(mixer)], shapes[int(mixer.layer_idx)]) for mixer in port.mixers if _input_layers(mixer)]
+    indices: dict[int, Any] = {id(mixer): mixer.layer_idx for mixer in port.mixers if _input_layers(mixer)}
+    places = [(*names[number], shapes[index]) for number, index in indices.items()]
     for number, (parent, name, shape) in enumerate(places):
         original = getattr(parent, name)
         if not can_advance([shape]) or not _can_join(original):

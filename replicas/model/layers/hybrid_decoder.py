@@ -102,7 +102,7 @@ def replace_hybrid_decoder(model: PreTrainedModel, port: AttentionPort) -> None:
     """Replace the decoder of `model` if it is one that `HybridDecoder` computes."""
     # The exact type, by its name: not every version of transformers has it.
     if type(model).__name__ == _CLASS and model.config.hidden_act == "silu":
-        model.model = HybridDecoder(model.model, port)  # type: ignore[assignment]
+        model.model = HybridDecoder(model.model, port)
 
 
 def _stack(decoder: Any) -> _Stack | None:

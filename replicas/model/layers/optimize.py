@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -58,9 +59,7 @@ def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> Fus
     """
     make_linear = choose_linears(dtype, has_kernels, quantization)
     return (
-        FusedModules(
-            CppLayerOps(), make_linear, CppDecoder, head_linear=CppHeadLinear, has_recurrent_kernels=True
-        )
+        FusedModules(CppLayerOps(), make_linear, CppDecoder, head_linear=CppHeadLinear, has_recurrent_kernels=True)
         if has_kernels
         else FusedModules(TorchLayerOps(), make_linear)
     )
@@ -146,9 +145,9 @@ def replace_norms(model: nn.Module, ops: LayerOps) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm") and _has_plain_fields(child):
-                candidates = (FusedNorm(child, ops, is_centred=is_centred) for is_centred in (False, True))
-                sound = (fused for fused in candidates if find_fault(_norm_errors(child, fused), child.weight.dtype) is None)
-                setattr(parent, name, next(sound, child))
+                candidates = [FusedNorm(child, ops, is_centred=is_centred) for is_centred in (False, True)]
+                is_sound = [find_fault(_norm_errors(child, fused), fused.weight.dtype) is None for fused in candidates]
+                setattr(parent, name, next(compress(candidates, is_sound), child))
 
 
 def _has_plain_fields(norm: nn.Module) -> bool:

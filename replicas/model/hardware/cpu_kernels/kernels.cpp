@@ -24,8 +24,8 @@ TORCH_LIBRARY(headway, library) {
   library.def("multiply_heads(Tensor inputs, Tensor weights, int num_outputs) -> Tensor");
   library.def("multiply_by_weight(Tensor inputs, Tensor weight, int num_outputs, Tensor? bias) -> Tensor");
   library.def(
-      "convolve_states(Tensor inputs, Tensor weight, Tensor? bias, Tensor(a!) stored, Tensor chunks, Tensor snapshots) "
-      "-> Tensor");
+      "convolve_states(Tensor inputs, Tensor weight, Tensor? bias, bool has_silu, Tensor(a!) stored, Tensor chunks, "
+      "Tensor snapshots) -> Tensor");
   library.def(
       "advance_states(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor(a!) states, "
       "Tensor(b!) keys, Tensor(c!) updates, Tensor(d!) decays, Tensor chunks, Tensor snapshots) -> Tensor");

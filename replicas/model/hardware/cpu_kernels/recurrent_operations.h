@@ -51,14 +51,14 @@ inline Rule<T> rule_of(const StateTensors& slots) {
 }
 
 // Returns the convolution [num_tokens, num_channels] of each sequence's inputs (see `ConvCall`).
-inline Tensor convolve_states(const Tensor& inputs, const Tensor& weight, const OptionalTensor& bias, Tensor stored,
-                              const Tensor& chunks, const Tensor& snapshots) {
+inline Tensor convolve_states(const Tensor& inputs, const Tensor& weight, const OptionalTensor& bias, bool has_silu,
+                              Tensor stored, const Tensor& chunks, const Tensor& snapshots) {
   Tensor output = at::empty_like(inputs);
   WorkQueue queue;
   const StatePlan plan = plan_of(chunks, snapshots, stored.size(1) - weight.size(1) + 1);
   for_type_of(inputs, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    add_convolving<T>(queue, plan, inputs, weight, bias, false, stored, output);
+    add_convolving<T>(queue, plan, inputs, weight, bias, has_silu, stored, output);
   });
   queue.run();
   return output;
