@@ -98,6 +98,7 @@ def replace_delta_nets(model: PreTrainedModel, port: RecurrentPort, make: Linear
                 return fault
         setattr(parent, name, GatedDeltaNet(original, port, shape, make))
         port.mixers.remove(original)
+        del original.forward  # The port's function refers to the mixer, which would keep the weights.
     return None
 
 
@@ -142,10 +143,12 @@ def _errors(original: nn.Module, fast: GatedDeltaNet, port: RecurrentPort) -> It
     linear = _input_layers(original)[0]
     dtype = linear.weight.dtype
     caches = [check_cache(fast.shape, dtype) for _ in range(2)]
-    for inputs, hidden in check_steps(linear.in_features, dtype):
-        outputs = []
-        for module, states in ((fast, CppStates(caches[0], inputs)), (original, TorchStates(caches[1], inputs))):
-            port.context = states
-            outputs.append(module(hidden[None]))
-        yield "a mixer of the gated delta rule", relative_error(*outputs)
-    port.context = None
+    try:
+        for inputs, hidden in check_steps(linear.in_features, dtype):
+            outputs = []
+            for module, states in ((fast, CppStates(caches[0], inputs)), (original, TorchStates(caches[1], inputs))):
+                port.context = states
+                outputs.append(module(hidden[None]))
+            yield "a mixer of the gated delta rule", relative_error(*outputs)
+    finally:
+        port.context = None
