@@ -1,6 +1,7 @@
 """Duration of a decode step on CPU, for each way to compute the model, measured in one process.
 
-The models are those of bench/engine/models.py. The ways take turns within a round, so that a disturbance hits them all.
+The models are those of bench/engine/models.py. Models and ways take turns within a round, so that a disturbance hits
+them all.
 """
 
 from __future__ import annotations
@@ -81,17 +82,20 @@ def build(directory: Path, dtype: torch.dtype, way: str) -> TorchModelRunner:
     return build_runner(loaded, EngineLimits(), RunnerOptions(kv_cache_bytes=1 << 30))
 
 
-def measure(runners: dict[str, TorchModelRunner], batches: dict[str, ScheduledBatch], seconds: float) -> list[Figure]:
+def measure(
+    runners: dict[str, TorchModelRunner], steps: dict[str, Callable[[TorchModelRunner], ScheduledBatch]], seconds: float
+) -> list[Figure]:
     """Measure each step for about `seconds` in each way."""
     figures = []
-    for step, batch in batches.items():
+    for step, batch_for in steps.items():
+        batches = {way: batch_for(runner) for way, runner in runners.items()}
         times_ms: dict[str, list[float]] = {way: [] for way in runners}
         cpu_ms: dict[str, list[float]] = {way: [] for way in runners}
         end_s = time.perf_counter() + seconds * len(runners)
         while time.perf_counter() < end_s or len(times_ms[next(iter(runners))]) < 4:
             for way, runner in runners.items():
                 started_s, started_cpu_s = time.perf_counter(), time.process_time()
-                runner.execute(batch)
+                runner.execute(batches[way])
                 times_ms[way].append((time.perf_counter() - started_s) * 1e3)
                 cpu_ms[way].append((time.process_time() - started_cpu_s) * 1e3)
         for way, values in times_ms.items():
@@ -99,7 +103,7 @@ def measure(runners: dict[str, TorchModelRunner], batches: dict[str, ScheduledBa
             best_ms, median_ms, best_cpu_ms = min(kept), statistics.median(kept), min(cpu_ms[way][1:])
             figure = Figure(way, step, round(best_ms, 3), round(median_ms, 3), round(best_cpu_ms, 3), len(kept))
             figures.append(figure)
-            print(f"{step:>14} {way:>8}: min {figure.min_ms:7.2f} ms, median {figure.median_ms:7.2f} ms, "
+            print(f"{step:>14} {way:>11}: min {figure.min_ms:7.2f} ms, median {figure.median_ms:7.2f} ms, "
                   f"CPU {figure.min_cpu_ms:7.2f} ms", flush=True)  # fmt: skip
     return figures
 
@@ -107,7 +111,7 @@ def measure(runners: dict[str, TorchModelRunner], batches: dict[str, ScheduledBa
 def main() -> None:
     """Measure, print, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="S", choices=SHAPES)
+    parser.add_argument("--shape", default="S", help=f"shapes that take turns, of {', '.join(SHAPES)}")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "headway-models")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--ways", default=",".join(WAYS))
@@ -119,16 +123,21 @@ def main() -> None:
     parser.add_argument("--name", help="name of the result in bench/results; none: nothing is written")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    directory = model_directory(arguments.models, arguments.shape)
-    runners = {way: build(directory, getattr(torch, arguments.dtype), way) for way in arguments.ways.split(",")}
-    some = next(iter(runners.values()))  # the blocks of one runner's batches fit all
-    batches = {
-        f"{size} x {arguments.context}": decode_batch(some, int(size), arguments.context)
+    shapes = arguments.shape.split(",")
+    runners = {
+        f"{shape} {way}" if len(shapes) > 1 else way: build(
+            model_directory(arguments.models, shape), getattr(torch, arguments.dtype), way
+        )
+        for shape in shapes
+        for way in arguments.ways.split(",")
+    }
+    steps: dict[str, Callable[[TorchModelRunner], ScheduledBatch]] = {
+        f"{size} x {arguments.context}": partial(decode_batch, num_seqs=int(size), context=arguments.context)
         for size in arguments.batches.split(",")
     }
     if arguments.prefill:
-        batches[f"prefill {arguments.prefill}"] = prefill_batch(some, arguments.prefill)
-    figures = measure(runners, batches, arguments.seconds)
+        steps[f"prefill {arguments.prefill}"] = partial(prefill_batch, num_tokens=arguments.prefill)
+    figures = measure(runners, steps, arguments.seconds)
     if arguments.name:
         options = {**vars(arguments), "models": str(arguments.models)}
         print(write(arguments.name, {**options, "steps": [asdict(figure) for figure in figures]}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from replicas.engine.batch import ModelRunner, ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import ModelRunner, ScheduledBatch, ScheduledSequence, StateMove
 from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
@@ -93,9 +93,15 @@ def prefill_batch(runner: TorchModelRunner, num_tokens: int) -> ScheduledBatch:
 def _item(
     runner: TorchModelRunner, number: int, num_tokens: int, start: int, params: SamplingParams
 ) -> ScheduledSequence:
-    """Return a sequence that computes its tokens from `start` on; it owns its blocks unless the KV cache is small."""
+    """Return a sequence that computes its tokens from `start` on; it owns its blocks unless the KV cache is small.
+
+    So are its two slots for recurrent state, if the model has any. The step writes the second one at a boundary.
+    """
     request = GenerateRequest(f"row-{number}", pseudo_random_tokens(number, num_tokens), params)
     sequence = Sequence(request, arrival_s=0.0, deadline_s=None, arrival_index=number)
     num_blocks = -(-num_tokens // runner.block_size)
     sequence.block_table = [1 + (number * num_blocks + index) % runner.num_blocks for index in range(num_blocks)]
-    return ScheduledSequence.of(sequence, start, num_tokens - start)
+    is_within = start // runner.block_size == num_tokens // runner.block_size
+    source, other = (1 + (2 * number + index) % max(2, runner.num_state_slots) for index in range(2))
+    move = StateMove(source, source if is_within else other)
+    return ScheduledSequence.of(sequence, start, num_tokens - start, move)

@@ -16,6 +16,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
 )
 
 from replicas.model.attention.interface import ATTENTION_NAME, AttentionPort, register_attention
@@ -39,6 +41,17 @@ _QWEN25_05B = Qwen2Config(
     vocab_size=151936, max_position_embeddings=32768, rope_theta=1000000.0, rms_norm_eps=1e-6,
     tie_word_embeddings=True, **_SPECIAL_IDS,
 )  # fmt: skip
+_QWEN3_06B = Qwen3Config(
+    hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+    intermediate_size=3072, vocab_size=151936, max_position_embeddings=40960, rope_theta=1000000.0, rms_norm_eps=1e-6,
+    tie_word_embeddings=True, **_SPECIAL_IDS,
+)  # fmt: skip
+_QWEN35_08B = Qwen3_5TextConfig(
+    hidden_size=1024, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2, head_dim=256,
+    intermediate_size=3584, vocab_size=248320, max_position_embeddings=40960, linear_num_key_heads=16,
+    linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+    rms_norm_eps=1e-6, tie_word_embeddings=True, **_SPECIAL_IDS,
+)  # fmt: skip
 LLAMA_1B = LlamaConfig(
     hidden_size=2048,
     intermediate_size=8192,
@@ -51,8 +64,13 @@ LLAMA_1B = LlamaConfig(
     tie_word_embeddings=True,
 )
 
-SHAPES: dict[str, PretrainedConfig] = {"S": _SMOLLM2_135M, "Q": _QWEN25_05B}
-"""Model shapes. S: SmolLM2-135M. Q: Qwen2.5-0.5B."""
+SHAPES: dict[str, PretrainedConfig] = {
+    "S": _SMOLLM2_135M,
+    "Q": _QWEN25_05B,
+    "Q3": _QWEN3_06B,
+    "H": _QWEN35_08B,
+}
+"""Model shapes. S: SmolLM2-135M. Q: Qwen2.5-0.5B. Q3: Qwen3-0.6B. H: Qwen3.5-0.8B, a hybrid."""
 
 
 def model_directory(parent: Path, shape: str) -> Path:

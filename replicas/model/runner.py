@@ -14,7 +14,7 @@ from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import AttentionBackend, AttentionContext
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.layer_groups import GroupedAttention
-from replicas.model.attention.state_torch import TorchStates
+from replicas.model.attention.select_states import choose_states
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, no_tokens
 from replicas.model.cuda_graphs.graphs import GraphRunner
 from replicas.model.cuda_graphs.padding import StepPadding
@@ -90,6 +90,7 @@ class TorchModelRunner:
         self._attention = attention
         self.kernels: str = getattr(attention, "kernels", "")
         """Kernels that compute attention."""
+        self._states = choose_states(loaded.state_layers, loaded.dtype, has_kernels=loaded.has_kernels)
         self._graphs = graphs
         self.counts_tokens = counts is not None
         """True if penalties need no token on the host."""
@@ -200,7 +201,7 @@ class TorchModelRunner:
             if inputs.more
             else self._attention(self._cache, inputs)
         )
-        states = None if self._cache.states is None else TorchStates(self._cache.states, inputs)
+        states = None if self._cache.states is None else self._states(self._cache.states, inputs)
         ids, positions = inputs.input_ids, inputs.position_ids
         return self._loaded.logits(attention, ids, positions, inputs.logits_rows, states)
 

@@ -140,7 +140,7 @@ _DELTA: dict[str, Any] = {
 }  # fmt: skip
 _DELTA_EXPERTS = {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}
 _MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2,
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2,
     "mamba_chunk_size": 32,
 }  # fmt: skip
 _CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3}
@@ -155,7 +155,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": _with(**{**_DELTA, "linear_num_value_heads": 16}),
     "nemotron_h": _with(
         layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention", "moe", "linear_attention"],
-        head_dim=16, mamba_num_heads=16, mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=32, expand=2,
+        head_dim=16, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, n_groups=2, chunk_size=32, expand=2,
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32,
         n_group=1, topk_group=1,
     ),

@@ -56,7 +56,7 @@ class _Stack:
     """Arguments of the kernel call that are constant for all steps."""
 
     parts: list[Tensor | None]
-    """Tensors of each layer, in the order in which `LayerReader` in decoder.h reads them."""
+    """Tensors of each layer, in the order in which `read_layer` in decoder.h reads them."""
     num_query_heads: int
     epsilon: float
     indices: list[int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from replicas.model.hardware.selfcheck import WHOLE_MODEL, find_fault, relative_
 from replicas.model.layers.cpp_decoder import CppDecoder
 from replicas.model.layers.experts import ExpertLinear, replace_experts
 from replicas.model.layers.fused_decoder import FusedDecoder, can_fuse
+from replicas.model.layers.gated_delta_net import replace_delta_nets
+from replicas.model.layers.hybrid_decoder import replace_hybrid_decoder
 from replicas.model.layers.latent_attention import CppHeadLinear, HeadLinearFactory, replace_head_linears
 from replicas.model.layers.linear import LinearFactory, choose_linears, plain_linear, replace_linears
 from replicas.model.layers.ops import CppLayerOps, LayerOps, Norm, TorchLayerOps
@@ -44,6 +47,8 @@ class FusedModules:
     """Linear layers of experts; None: experts stay as they are."""
     head_linear: HeadLinearFactory | None = None
     """Factory of the linear layers of latent attention's heads; None: they stay as they are."""
+    has_recurrent_kernels: bool = False
+    """True if the compiled kernels of recurrent layers are loaded."""
 
 
 def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> FusedModules:
@@ -54,7 +59,7 @@ def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> Fus
     """
     make_linear = choose_linears(dtype, has_kernels, quantization)
     return (
-        FusedModules(CppLayerOps(), make_linear, CppDecoder, head_linear=CppHeadLinear)
+        FusedModules(CppLayerOps(), make_linear, CppDecoder, head_linear=CppHeadLinear, has_recurrent_kernels=True)
         if has_kernels
         else FusedModules(TorchLayerOps(), make_linear)
     )
@@ -75,6 +80,12 @@ def optimize_model(
     """Replace modules of `model` by `modules`. Results are equal up to rounding and the linear layers' quantization."""
     if can_fuse(model):
         model.model = modules.decoder(model.model, port, layers, modules.ops, modules.make_linear)
+    if modules.has_recurrent_kernels:
+        fault = replace_delta_nets(model, port.recurrent, modules.make_linear)
+        if fault is not None:
+            _log.warning("layers of the gated delta rule are slow: the compiled kernels do not work here: %s", fault)
+        else:
+            replace_hybrid_decoder(model, port)
     replace_norms(model, modules.ops)
     replace_linears(model, modules.make_linear)
     if modules.head_linear is not None:
@@ -113,13 +124,14 @@ def _cuda_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
 
 
 class FusedNorm(nn.Module):
-    """Root mean square normalisation over the last dimension."""
+    """Root mean square normalisation over the last dimension. If `is_centred`, its factors are 1 + weight."""
 
-    def __init__(self, original: Any, ops: LayerOps) -> None:
+    def __init__(self, original: Any, ops: LayerOps, *, is_centred: bool = False) -> None:
         super().__init__()
         self.weight: nn.Parameter = original.weight
-        self.variance_epsilon = float(original.variance_epsilon)
-        self._norm = Norm(self.weight.detach().clone(), self.variance_epsilon)
+        self.variance_epsilon = float(_epsilon(original))
+        weight = self.weight.detach()
+        self._norm = Norm(1.0 + weight.float() if is_centred else weight.clone(), self.variance_epsilon)
         self._ops = ops
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -133,14 +145,19 @@ def replace_norms(model: nn.Module, ops: LayerOps) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm") and _has_plain_fields(child):
-                fused = FusedNorm(child, ops)
-                if find_fault(_norm_errors(child, fused), fused.weight.dtype) is None:
-                    setattr(parent, name, fused)
+                candidates = [FusedNorm(child, ops, is_centred=is_centred) for is_centred in (False, True)]
+                is_sound = [find_fault(_norm_errors(child, fused), fused.weight.dtype) is None for fused in candidates]
+                setattr(parent, name, next(compress(candidates, is_sound), child))
 
 
 def _has_plain_fields(norm: nn.Module) -> bool:
     weight = getattr(norm, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() == 1 and hasattr(norm, "variance_epsilon")
+    return isinstance(weight, Tensor) and weight.dim() == 1 and _epsilon(norm) is not None
+
+
+def _epsilon(norm: nn.Module) -> Any:
+    """Return the number that a norm adds to the mean square; None if it has none."""
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ from replicas.engine.batch import ItemResult, LaunchedStep, ScheduledBatch
 from replicas.engine.engine import Engine
 from replicas.model.attention.cpp import CppAttention
 from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.options import Dtype
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import GenerateRequest, SamplingParams, TokenDelta
 from testkit.model.cached_checkpoints import cached_checkpoint, cached_reference
@@ -37,7 +38,7 @@ SEEDED = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.95, seed=7, logp
 KINDS = ("qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2_moe")
 WHOLE = Sizes(max_num_batched_tokens=512)
 TIGHT = Sizes(num_blocks=17, num_state_slots=7)
-SAME_BITS = ("qwen3_5_text-16", "qwen3_5_text-48", "bamba", "lfm2")
+SAME_BITS = ("qwen3_5_text-16", "qwen3_5_text-48", "olmo_hybrid", "bamba", "lfm2")
 """Models whose numbers are compared, and not only tokens. Their numbers of heads are no multiples of 32."""
 
 
@@ -140,9 +141,18 @@ def test_hits_and_steps_ahead_that_fail_change_no_token(architecture: str) -> No
 
 
 @pytest.mark.usefixtures("kernels")
+def test_kernels_give_the_tokens_of_generate(architecture: str) -> None:
+    expected = cached_reference(architecture, PROMPTS, NUM_TOKENS)
+    engine = build_engine(load_compiled(cached_checkpoint(architecture)), TIGHT, CppAttention)
+    assert tokens(engine, PROMPTS, GREEDY) == expected
+    assert num_preemptions(engine) > 0
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", SAME_BITS)
-def test_every_schedule_gives_the_same_numbers(architecture: str) -> None:
-    loaded = load_compiled(cached_checkpoint(architecture))
+def test_every_schedule_gives_the_same_numbers(architecture: str, dtype: Dtype) -> None:
+    loaded = load_compiled(cached_checkpoint(architecture), dtype)
     expected = alone(loaded)
     tight = build_engine(loaded, Sizes(num_blocks=10, num_state_slots=7), CppAttention)
     assert numbers(outputs(tight)) == expected

@@ -2,7 +2,9 @@
 #include <torch/library.h>
 
 #include "decoder.h"
+#include "hybrid_decoder.h"
 #include "operations.h"
+#include "recurrent_operations.h"
 
 namespace headway {
 
@@ -22,9 +24,25 @@ TORCH_LIBRARY(headway, library) {
   library.def("multiply_heads(Tensor inputs, Tensor weights, int num_outputs) -> Tensor");
   library.def("multiply_by_weight(Tensor inputs, Tensor weight, int num_outputs, Tensor? bias) -> Tensor");
   library.def(
+      "convolve_states(Tensor inputs, Tensor weight, Tensor? bias, bool has_silu, Tensor(a!) stored, Tensor chunks, "
+      "Tensor snapshots) -> Tensor");
+  library.def(
+      "advance_states(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor(a!) states, "
+      "Tensor(b!) keys, Tensor(c!) updates, Tensor(d!) decays, Tensor chunks, Tensor snapshots) -> Tensor");
+  library.def(
+      "mix_by_delta_rule(Tensor rows, Tensor weight, Tensor rates, Tensor biases, float beta_scale, Tensor norm, "
+      "float epsilon, Tensor(a!) inputs, Tensor(b!) states, Tensor(c!) keys, Tensor(d!) updates, Tensor(e!) decays, "
+      "Tensor chunks, Tensor snapshots) -> Tensor");
+  library.def(
       "run_layers(Tensor(a!) residual, Tensor cos, Tensor sin, Tensor?[] parts, int num_query_heads, float epsilon, "
       "Tensor(b!)[] keys, Tensor(c!)[] values, Tensor(d!)[] key_scales, Tensor(e!)[] value_scales, Tensor slots, "
       "Tensor chunks, Tensor tables, float[] scales, int[] windows) -> Tensor");
+  library.def(
+      "run_hybrid_layers(Tensor(a!) residual, Tensor cos, Tensor sin, Tensor?[] parts, int[] is_recurrent, "
+      "int num_query_heads, float epsilon, float scale, Tensor(b!)[] keys, Tensor(c!)[] values, "
+      "Tensor(d!)[] key_scales, Tensor(e!)[] value_scales, Tensor(f!)[] inputs, Tensor(g!)[] states, "
+      "Tensor(h!)[] state_keys, Tensor(i!)[] updates, Tensor(j!)[] decays, Tensor slots, Tensor chunks, "
+      "Tensor tables, Tensor state_chunks, Tensor snapshots) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(headway, CPU, library) {
@@ -36,7 +54,11 @@ TORCH_LIBRARY_IMPL(headway, CPU, library) {
   library.impl("multiply_by_int8", &multiply_by_int8);
   library.impl("multiply_heads", &multiply_heads);
   library.impl("multiply_by_weight", &multiply_by_weight);
+  library.impl("convolve_states", &convolve_states);
+  library.impl("advance_states", &advance_states);
+  library.impl("mix_by_delta_rule", &mix_by_delta_rule);
   library.impl("run_layers", &run_layers);
+  library.impl("run_hybrid_layers", &run_hybrid_layers);
 }
 
 }  // namespace headway

@@ -9,8 +9,8 @@
 namespace headway {
 
 // Computes to = from / root mean square of from * weight. `to` may be `from`.
-template <typename T>
-inline void normalize(const T* from, const T* weight, int64_t size, float epsilon, T* to) {
+template <typename T, typename W>
+inline void normalize(const T* from, const W* weight, int64_t size, float epsilon, T* to) {
   float squares = 0.0f;
 #pragma omp simd reduction(+ : squares)
   for (int64_t i = 0; i < size; i++) squares += widen(from[i]) * widen(from[i]);
@@ -25,7 +25,7 @@ inline void add(T* to, const T* from, int64_t size) {
   for (int64_t i = 0; i < size; i++) to[i] = narrow<T>(widen(to[i]) + widen(from[i]));
 }
 
-// Rotates each pair (head[i], head[i + size / 2]) by its angle, in place.
+// Rotates each pair (head[i], head[i + size / 2]) of the head's first `size` numbers by its angle, in place.
 template <typename T>
 inline void rotate(T* head, const T* cos, const T* sin, int64_t size) {
   const int64_t half = size / 2;
@@ -36,6 +36,8 @@ inline void rotate(T* head, const T* cos, const T* sin, int64_t size) {
     head[i + half] = narrow<T>(second * widen(cos[i + half]) + first * widen(sin[i + half]));
   }
 }
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(x > -87.0f ? -x : 87.0f)); }
 
 // Computes to = silu(gate) * up.
 template <typename T>

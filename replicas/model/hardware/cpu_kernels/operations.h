@@ -35,6 +35,15 @@ inline void for_type_of(const Tensor& tensor, const F& f) {
     TORCH_CHECK(false, "the kernels compute float32 and bfloat16, not ", tensor.scalar_type());
 }
 
+// Calls f with the pointer of a norm's weight: T or float32. It is null if `weight` is.
+template <typename T, typename F>
+inline void for_weights(const Tensor* weight, const F& f) {
+  if (weight && weight->scalar_type() == at::kFloat)
+    f(weight->const_data_ptr<float>());
+  else
+    f(weight ? weight->const_data_ptr<T>() : static_cast<const T*>(nullptr));
+}
+
 inline void check_rows(const Tensor& tensor, const Tensor& like) {
   TORCH_CHECK(tensor.is_contiguous() && tensor.device().is_cpu(), "contiguous rows on CPU are needed");
   TORCH_CHECK(tensor.scalar_type() == like.scalar_type(), "all tensors must have one dtype");
@@ -150,23 +159,26 @@ inline Tensor attend_paged(const Tensor& query, const Tensor& key, const Tensor&
   return output;
 }
 
-// Adds the loop of residual [num_tokens, size] += update (if not null), output = normalised residual.
+// Adds the loop of residual [num_tokens, size] += update (if not null), output = normalised residual. Weights of norms
+// may be float32 for any residual.
 inline void add_normalizing(WorkQueue& queue, Tensor& residual, const Tensor* update, const Tensor& weight,
                             double epsilon, Tensor& output) {
-  check_rows(residual, weight);
+  check_rows(residual, residual);
+  check_rows(weight, weight);
   if (update) check_rows(*update, residual);
   for_type_of(residual, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const int64_t size = residual.size(-1);
     T* rows = residual.mutable_data_ptr<T>();
     const T* updates = update ? update->const_data_ptr<T>() : nullptr;
-    const T* weights = weight.const_data_ptr<T>();
     T* outputs = output.mutable_data_ptr<T>();
-    queue.add_rows(residual.numel() / size, 8, [=](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++) {
-        if (updates) add(rows + row * size, updates + row * size, size);
-        normalize(rows + row * size, weights, size, static_cast<float>(epsilon), outputs + row * size);
-      }
+    for_weights<T>(&weight, [&](const auto* weights) {
+      queue.add_rows(residual.numel() / size, 8, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+          if (updates) add(rows + row * size, updates + row * size, size);
+          normalize(rows + row * size, weights, size, static_cast<float>(epsilon), outputs + row * size);
+        }
+      });
     });
   });
 }
@@ -179,62 +191,87 @@ inline Tensor add_and_normalize(Tensor residual, const OptionalTensor& update, c
   return output;
 }
 
-// Adds the loop that normalises (where there is a norm) and rotates the queries and keys of each row
-// [(num_query_heads + 2 * num_kv_heads) * size], by cos and sin [num_tokens, size].
-inline void add_rotating(WorkQueue& queue, Tensor& rows, const Tensor& cos, const Tensor& sin, int64_t num_query_heads,
-                         int64_t num_kv_heads, const OptionalTensor& query_norm, const OptionalTensor& key_norm,
-                         double epsilon) {
-  check_rows(rows, cos);
-  check_rows(cos, sin);
+// Heads of a batch, [num_tokens, num_heads, size]. Numbers of a head are contiguous. A norm may be null.
+template <typename T, typename W>
+struct Heads {
+  Heads(const Tensor& heads, const OptionalTensor& norm)
+      : first(heads.mutable_data_ptr<T>()), num(heads.size(1)), size(heads.size(2)), row_stride(heads.stride(0)),
+        head_stride(heads.stride(1)), norm(norm ? norm->const_data_ptr<W>() : nullptr) {
+    TORCH_CHECK(heads.stride(2) == 1);
+  }
+  // Normalises the heads of a row, and rotates their first `num_rotated` numbers.
+  void rotate_row(int64_t row, const T* cos, const T* sin, int64_t num_rotated, float epsilon) const {
+    for (int64_t index = 0; index < num; index++) {
+      T* head = first + row * row_stride + index * head_stride;
+      if (norm) normalize(head, norm, size, epsilon, head);
+      rotate(head, cos, sin, num_rotated);
+    }
+  }
+  T* first;
+  int64_t num, size, row_stride, head_stride;
+  const W* norm;
+};
+
+// Adds the loop that normalises (where there is a norm) and rotates queries and keys [num_tokens, num_heads, size] by
+// cos and sin [num_tokens, number of rotated dimensions].
+inline void add_rotating(WorkQueue& queue, const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin,
+                         const OptionalTensor& query_norm, const OptionalTensor& key_norm, double epsilon) {
+  check_rows(cos, query);
   check_rows(sin, cos);
-  for_type_of(rows, [&](auto* type) {
+  TORCH_CHECK(query.size(0) == cos.size(0) && key.size(0) == cos.size(0) && cos.size(1) <= query.size(2));
+  for_type_of(query, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const int64_t size = cos.size(1);
-    const int64_t width = (num_query_heads + 2 * num_kv_heads) * size;
-    TORCH_CHECK(rows.size(1) == width && rows.size(0) == cos.size(0));
-    const T* query_weights = query_norm ? query_norm->const_data_ptr<T>() : nullptr;
-    const T* key_weights = key_norm ? key_norm->const_data_ptr<T>() : nullptr;
-    T* first = rows.mutable_data_ptr<T>();
-    const T *cosines = cos.const_data_ptr<T>(), *sines = sin.const_data_ptr<T>();
-    queue.add_rows(rows.size(0), 4, [=](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++)
-        for (int64_t index = 0; index < num_query_heads + num_kv_heads; index++) {
-          T* head = first + row * width + index * size;
-          const T* norm = index < num_query_heads ? query_weights : key_weights;
-          if (norm) normalize(head, norm, size, static_cast<float>(epsilon), head);
-          rotate(head, cosines + row * size, sines + row * size, size);
-        }
+    for_weights<T>(query_norm ? &*query_norm : nullptr, [&](const auto* weights) {
+      using W = std::remove_const_t<std::remove_pointer_t<decltype(weights)>>;
+      const Heads<T, W> queries(query, query_norm), keys(key, key_norm);
+      const T *cosines = cos.const_data_ptr<T>(), *sines = sin.const_data_ptr<T>();
+      const int64_t num_rotated = cos.size(1);
+      queue.add_rows(query.size(0), 4, [=](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++)
+          for (const Heads<T, W>& heads : {queries, keys})
+            heads.rotate_row(row, cosines + row * num_rotated, sines + row * num_rotated, num_rotated,
+                             static_cast<float>(epsilon));
+      });
     });
   });
 }
 
+// Normalises and rotates the queries and keys of each row [(num_query_heads + 2 * num_kv_heads) * size].
 inline void rotate_heads(Tensor rows, const Tensor& cos, const Tensor& sin, int64_t num_query_heads,
                          int64_t num_kv_heads, const OptionalTensor& query_norm, const OptionalTensor& key_norm,
                          double epsilon) {
+  const int64_t size = cos.size(1);
+  check_rows(rows, cos);
+  TORCH_CHECK(rows.size(1) == (num_query_heads + 2 * num_kv_heads) * size);
+  const Tensor heads = rows.unflatten(1, {-1, size});
   WorkQueue queue;
-  add_rotating(queue, rows, cos, sin, num_query_heads, num_kv_heads, query_norm, key_norm, epsilon);
+  add_rotating(queue, heads.narrow(1, 0, num_query_heads), heads.narrow(1, num_query_heads, num_kv_heads), cos, sin,
+               query_norm, key_norm, epsilon);
   queue.run();
 }
 
-// Adds the loop of silu(first half) * second half of each row.
-inline void add_gating(WorkQueue& queue, const Tensor& gate_up, Tensor& output) {
-  check_rows(gate_up, output);
-  for_type_of(gate_up, [&](auto* type) {
+// Adds the loop of to = silu(gate) * up, all [num_tokens, size]; numbers of a row are contiguous.
+inline void add_gating(WorkQueue& queue, const Tensor& gates, const Tensor& ups, Tensor& output) {
+  check_rows(output, gates);
+  for_type_of(gates, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const int64_t size = output.size(1);
-    const T* from = gate_up.const_data_ptr<T>();
+    const int64_t size = output.size(1), gate_stride = gates.stride(0), up_stride = ups.stride(0);
+    const T *first_gate = gates.const_data_ptr<T>(), *first_up = ups.const_data_ptr<T>();
     T* to = output.mutable_data_ptr<T>();
-    queue.add_rows(gate_up.size(0), 4, [=](int64_t begin, int64_t end) {
+    queue.add_rows(output.size(0), 4, [=](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
-        gate(from + row * 2 * size, from + (row * 2 + 1) * size, size, to + row * size);
+        gate(first_gate + row * gate_stride, first_up + row * up_stride, size, to + row * size);
     });
   });
 }
 
+// Returns silu(first half) * second half of each row.
 inline Tensor gate_rows(const Tensor& gate_up) {
-  Tensor output = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+  const int64_t size = gate_up.size(1) / 2;
+  check_rows(gate_up, gate_up);
+  Tensor output = at::empty({gate_up.size(0), size}, gate_up.options());
   WorkQueue queue;
-  add_gating(queue, gate_up, output);
+  add_gating(queue, gate_up.narrow(1, 0, size), gate_up.narrow(1, size, size), output);
   queue.run();
   return output;
 }

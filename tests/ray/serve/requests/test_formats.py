@@ -1,4 +1,7 @@
-"""Quantized checkpoints through `make serve`: streams that lose their replica give the tokens of undisturbed ones."""
+"""Quantized checkpoints, hybrids and Gemma 4 through `make serve`.
+
+Streams that lose their replica give the tokens of undisturbed ones.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -57,13 +60,27 @@ def stream(app: Served, *, kills: bool) -> str:
     return text
 
 
+def check_streams(model: Path, home: Path, dtype: str) -> None:
+    """Check that the stream of a killed replica is that of an undisturbed one."""
+    with serving(home, f"MODEL={model}", f"ARGS={SETTINGS} served_model_name=tiny dtype={dtype}") as app:
+        wait_for(lambda: len(app.replicas()) == 2, "two replicas serve")
+        calm, stormy = (stream(app, kills=kills) for kills in (False, True))
+    assert stormy == calm and len(set(calm)) > 10
+
+
 @pytest.mark.parametrize("name", [*GGUF_KINDS, *OTHERS])
 def test_a_stream_of_a_killed_replica_goes_on(name: str, tmp_path: Path) -> None:
     need_kernels()
-    arguments = f"{SETTINGS} served_model_name=tiny dtype=bfloat16"
-    with serving(tmp_path, f"MODEL={checkpoint(name, tmp_path)}", f"ARGS={arguments}") as app:
-        wait_for(lambda: len(app.replicas()) == 2, "two replicas serve")
-        calm, stormy = (stream(app, kills=kills) for kills in (False, True))
+    check_streams(checkpoint(name, tmp_path), tmp_path, "bfloat16")
     report = (tmp_path / OUTPUT).read_text()
     assert "kept in" in report and " tokens in int8: " in report
-    assert stormy == calm and len(set(calm)) > 10
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [("qwen3_5_text-16", "bfloat16"), ("nemotron_h", "float32"), ("gemma4_text-window", "float32")],
+)
+def test_a_stream_with_recurrent_state_or_windows_goes_on(architecture: str, dtype: str, tmp_path: Path) -> None:
+    need_kernels()
+    model = write_checkpoint(tmp_path / "plain", architecture, max_position_embeddings=8192)
+    check_streams(model, tmp_path, dtype)
