@@ -88,6 +88,7 @@ class TorchModelRunner:
         self._loaded = loaded
         self._cache = cache
         self._attention = attention
+        self._states = loaded.port.recurrent.backend or TorchStates
         self.kernels: str = getattr(attention, "kernels", "")
         """Kernels that compute attention."""
         self._graphs = graphs
@@ -200,7 +201,7 @@ class TorchModelRunner:
             if inputs.more
             else self._attention(self._cache, inputs)
         )
-        states = None if self._cache.states is None else TorchStates(self._cache.states, inputs)
+        states = None if self._cache.states is None else self._states(self._cache.states, inputs)
         ids, positions = inputs.input_ids, inputs.position_ids
         return self._loaded.logits(attention, ids, positions, inputs.logits_rows, states)
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from replicas.errors import UnsupportedModel
-from replicas.model.attention.state_cache import StateLayer
+from replicas.model.attention.state_cache import StateCache, StateLayer
+from replicas.model.batch.inputs import BatchInputs
 
 _CONVOLUTION = "causal_conv1d_fn"
 _UNREACHED = frozenset(
@@ -47,6 +48,16 @@ class ConvCall:
     inputs: Tensor  # [num_tokens, num_channels]
     weight: Tensor  # [num_channels, width]
     bias: Tensor | None  # [num_channels]
+    has_silu: bool = False
+    """True if the output goes through SiLU."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaGates:
+    """Parameters of a layer's gates. The decay is -e^rate softplus(input + bias), and beta the sigmoid of its input."""
+
+    rates: Tensor  # [num_heads]
+    bias: Tensor  # [num_heads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +65,7 @@ class RuleCall:
     """Advance of the state S [num_heads, key_size, value_size] of one layer by the tokens of each sequence.
 
     A token's update is u = value, or with `beta` u = beta (value - e^decay S^T key). Then S becomes
-    e^decay S + key u^T, and the output is S^T query. All numbers are float32.
+    e^decay S + key u^T, and the output is S^T query.
     """
 
     layer: int
@@ -63,6 +74,26 @@ class RuleCall:
     value: Tensor  # [num_tokens, num_heads, value_size]
     decay: Tensor  # [num_tokens, num_heads], at most 0
     beta: Tensor | None  # [num_tokens, num_heads]
+    scale: float = 1.0
+    """Factor of the queries."""
+    has_norm: bool = False
+    """True if queries and keys are first divided by their length."""
+    gates: DeltaGates | None = None
+    """Gates that make decay and beta of the numbers given; None: these are decay and beta."""
+
+    def prepared(self) -> RuleCall:
+        """Return the same call in float32, with nothing left to do before the rule."""
+        query, key = (part.float().contiguous() for part in (self.query, self.key))
+        if self.has_norm:
+            query, key = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + 1e-6) for part in (query, key))
+        if self.scale != 1.0:
+            query = query * self.scale
+        decay, beta = self.decay.float(), None if self.beta is None else self.beta.float()
+        if self.gates is not None:
+            assert beta is not None, "only the gated delta rule has gates"
+            decay = -self.gates.rates.float().exp() * functional.softplus(decay + self.gates.bias.float())
+            beta = beta.sigmoid()
+        return RuleCall(self.layer, query, key, self.value.float(), decay, beta)
 
 
 class StateContext(Protocol):
@@ -72,7 +103,17 @@ class StateContext(Protocol):
         """Return the convolution [num_tokens, num_channels] in the dtype of the inputs."""
 
     def advance(self, call: RuleCall) -> Tensor:
-        """Advance the state; return the outputs, [num_tokens, num_heads, value_size] float32."""
+        """Advance the state; return the outputs, [num_tokens, num_heads, value_size].
+
+        They are float32, or in the dtype of the queries.
+        """
+
+
+class StateBackend(Protocol):
+    """Factory of the recurrent state of a forward pass."""
+
+    def __call__(self, cache: StateCache, inputs: BatchInputs) -> StateContext:
+        """Return the state of the chunks of `inputs`."""
 
 
 class RecurrentPort:
@@ -83,6 +124,8 @@ class RecurrentPort:
         """Context of the running forward pass; None: attention alone."""
         self.layers: tuple[StateLayer, ...] = ()
         """Shapes of the states, in order of index; known once the model was probed."""
+        self.backend: StateBackend | None = None
+        """Backend of the states; None: plain torch."""
         self._model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
         self.mixers = [module for module in model.modules() if _CONVOLUTION in _names_in_forward(module)]
         for mixer in self.mixers:
@@ -152,11 +195,9 @@ class _MixerFunctions:
         **_: object,
     ) -> Tensor:
         """Convolve channels [1, num_channels, num_tokens]; the result has the same shape."""
+        assert activation in (None, "silu", "swish"), f"the activation {activation!r} of a convolution is not known"
         inputs = hidden_states[0].transpose(0, 1).contiguous()
-        output = self._context.convolve(ConvCall(self._layer, inputs, weight, bias))
-        if activation is not None:
-            assert activation in ("silu", "swish"), f"the activation {activation!r} of a convolution is not known"
-            output = by_rows(functional.silu, output)
+        output = self._context.convolve(ConvCall(self._layer, inputs, weight, bias, has_silu=activation is not None))
         return output.transpose(0, 1)[None]
 
     def apply_delta_rule(
@@ -171,16 +212,15 @@ class _MixerFunctions:
     ) -> tuple[Tensor, None]:
         """Apply the gated delta rule. `g` and `beta` may have more rows than there are tokens."""
         num_tokens = query.shape[1]
-        heads = [part[0].float().contiguous() for part in (query, key)]
-        if use_qk_l2norm_in_kernel:
-            heads = [part * torch.rsqrt((part * part).sum(dim=-1, keepdim=True) + 1e-6) for part in heads]
         call = RuleCall(
             self._layer,
-            query=heads[0] * query.shape[-1] ** -0.5,
-            key=heads[1],
-            value=value[0].float(),
-            decay=g[0, :num_tokens].float(),
-            beta=beta[0, :num_tokens].float(),
+            query=query[0],
+            key=key[0],
+            value=value[0],
+            decay=g[0, :num_tokens],
+            beta=beta[0, :num_tokens],
+            scale=query.shape[-1] ** -0.5,
+            has_norm=use_qk_l2norm_in_kernel,
         )
         return self._context.advance(call).to(query.dtype)[None], None
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from replicas.model.attention.recurrent import ConvCall, RuleCall
+from replicas.model.attention.recurrent import ConvCall, RuleCall, by_rows
 from replicas.model.attention.state_cache import LayerStates, StateCache
 from replicas.model.batch.inputs import BatchInputs, Chunk
 
@@ -83,10 +83,12 @@ class TorchStates:
         output = torch.zeros_like(call.inputs, dtype=torch.float32)
         for tap in range(width):
             output += rows[plan.token_rows - (width - 1 - tap)].float() * call.weight[:, tap].float()
-        return (output if call.bias is None else output + call.bias.float()).to(call.inputs.dtype)
+        output = (output if call.bias is None else output + call.bias.float()).to(call.inputs.dtype)
+        return by_rows(functional.silu, output) if call.has_silu else output
 
     def advance(self, call: RuleCall) -> Tensor:
         """Advance the states of the call's layer, block by block, and store them."""
+        call = call.prepared()
         layer = self._cache[call.layer]
         if self._rounds is None:
             self._rounds = self._plan_rounds()
