@@ -1,4 +1,4 @@
-"""Plans of attention and of recurrent state: the chunks of one forward pass on the device, planned once for all layers."""
+"""Plans of attention and recurrent state: chunks of one forward pass on the device, planned once for all layers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class AttentionPlan:
 
 MAX_SNAPSHOTS = 3
 """Most states that one chunk stores beside its last one."""
-STATE_FIELDS = 6 + 2 * MAX_SNAPSHOTS
+STATE_SLOTS = 2 + 2 * MAX_SNAPSHOTS
+"""Numbers of a chunk's slots and snapshots."""
+STATE_FIELDS = 4 + STATE_SLOTS
 """Numbers of a chunk for recurrent layers, the last one unused."""
 
 

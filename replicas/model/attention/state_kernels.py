@@ -92,9 +92,7 @@ def convolve_kernel(
             numbers += earlier
         places = target * stored_rows + kept_place - back
         is_stored = is_kept & ((back == 0) | ends_block | is_moved) & (kept_place >= back)
-        tl.store(
-            inputs + places[:, None] * NUM_CHANNELS + channels, numbers, mask=is_stored[:, None] & is_channel
-        )
+        tl.store(inputs + places[:, None] * NUM_CHANNELS + channels, numbers, mask=is_stored[:, None] & is_channel)
         factors = tl.load(weight + channels * WIDTH + tap, mask=is_channel, other=0.0)
         total += numbers.to(tl.float32) * factors.to(tl.float32)
     if HAS_BIAS:
@@ -154,9 +152,7 @@ def store_inputs_kernel(
 
 
 @triton.jit
-def _decays_and_betas(
-    decay, beta, rates, biases, cells, head, mask, HAS_GATES: tl.constexpr, HAS_BETA: tl.constexpr
-):
+def _decays_and_betas(decay, beta, rates, biases, cells, head, mask, HAS_GATES: tl.constexpr, HAS_BETA: tl.constexpr):
     """Return the decays and betas at `cells`, 0 where the mask is not set."""
     decays = tl.load(decay + cells, mask=mask, other=0.0).to(tl.float32)
     betas = decays
@@ -168,6 +164,37 @@ def _decays_and_betas(
         decays = tl.where(mask, -tl.exp(tl.load(rates + head).to(tl.float32)) * steps, 0.0)
         betas = tl.where(mask, 1.0 / (1.0 + tl.exp(-betas)), 0.0)
     return decays, betas
+
+
+@triton.jit
+def _load_chunk(chunk):
+    """Return a chunk's first row, position, number of tokens, and the slots that it reads and writes."""
+    row, start, num_tokens = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+    return row.to(tl.int64), start, num_tokens, tl.load(chunk + 3).to(tl.int64), tl.load(chunk + 4).to(tl.int64)
+
+
+@triton.jit
+def _load_head(head_at, columns, SIZE: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Return one head of one token, float32."""
+    numbers = tl.load(head_at + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        numbers = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) + _EPSILON)
+    return numbers
+
+
+@triton.jit
+def _add_tail(
+    state, total, keys, updates, decays, columns, value_columns, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Return the state with all updates of a tail that lacks its last token; `total` is the sum of all decays."""
+    sum_before = 0.0
+    for token in range(BLOCK_SIZE - 1):
+        sum_before += tl.load(decays + token)
+        key = tl.load(keys + token * KEY_SIZE + columns, mask=columns < KEY_SIZE, other=0.0)
+        update = tl.load(updates + token * VALUE_SIZE + value_columns, mask=value_columns < VALUE_SIZE, other=0.0)
+        state += (key * tl.exp(total - sum_before))[:, None] * update[None, :]
+    return state
 
 
 @triton.jit(do_not_specialize=["query_stride", "key_stride", "value_stride", "gate_stride"])
@@ -207,79 +234,63 @@ def decode_kernel(
     num_tiles: tl.constexpr = (VALUE_SIZE + VALUE_TILE - 1) // VALUE_TILE
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     tile, head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles % NUM_HEADS
-    chunk = chunks + tl.program_id(0) // (num_tiles * NUM_HEADS) * _FIELDS
-    if tl.load(chunk + 2) == 0:
-        return
-    query_stride = query_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT
-    key_stride = key_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT
-    value_stride = value_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT
-    row = tl.load(chunk).to(tl.int64)
-    start = tl.load(chunk + 1)
-    source = tl.load(chunk + 3).to(tl.int64)
-    target = tl.load(chunk + 4).to(tl.int64)
-    num_before = start % BLOCK_SIZE
     key_head = head // group
+    row, start, num_tokens, source, target = _load_chunk(chunks + tl.program_id(0) // (num_tiles * NUM_HEADS) * _FIELDS)
+    if num_tokens == 0:
+        return
+    query += row * (query_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT) + key_head * KEY_SIZE
+    key += row * (key_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT) + key_head * KEY_SIZE
+    value += row * (value_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT) + head * VALUE_SIZE
+    num_before = start % BLOCK_SIZE
     columns = tl.arange(0, KEY_WIDTH)
     value_columns = tile * VALUE_TILE + tl.arange(0, VALUE_TILE)
-    is_column = columns < KEY_SIZE
-    is_value = value_columns < VALUE_SIZE
-    in_state = columns[:, None] * VALUE_SIZE + value_columns[None, :]
+    tokens = tl.arange(0, BLOCK_WIDTH)
+    is_column, is_value, is_before = columns < KEY_SIZE, value_columns < VALUE_SIZE, tokens < num_before
+    in_state = head * (KEY_SIZE * VALUE_SIZE) + columns[:, None] * VALUE_SIZE + value_columns[None, :]
     is_state = is_column[:, None] & is_value[None, :]
+    state_size: tl.constexpr = NUM_HEADS * KEY_SIZE * VALUE_SIZE
 
-    state_at = states + (source * NUM_HEADS + head) * (KEY_SIZE * VALUE_SIZE) + in_state
-    state = tl.load(state_at, mask=is_state & (start > 0), other=0.0)
-    q = tl.load(query + row * query_stride + key_head * KEY_SIZE + columns, mask=is_column, other=0.0).to(tl.float32)
-    k = tl.load(key + row * key_stride + key_head * KEY_SIZE + columns, mask=is_column, other=0.0).to(tl.float32)
-    v = tl.load(value + row * value_stride + head * VALUE_SIZE + value_columns, mask=is_value, other=0.0)
-    v = v.to(tl.float32)
-    if HAS_NORM:
-        q = q * tl.rsqrt(tl.sum(q * q, 0) + _EPSILON)
-        k = k * tl.rsqrt(tl.sum(k * k, 0) + _EPSILON)
-    q = q * scale
+    state = tl.load(states + source * state_size + in_state, mask=is_state & (start > 0), other=0.0)
+    q = _load_head(query, columns, KEY_SIZE, HAS_NORM) * scale
+    k = _load_head(key, columns, KEY_SIZE, HAS_NORM)
+    u = _load_head(value, value_columns, VALUE_SIZE, False)
     gates_at = row * gate_stride + head
     g, b = _decays_and_betas(decay, beta, rates, biases, gates_at, head, start >= 0, HAS_GATES, HAS_BETA)
-
-    tokens = tl.arange(0, BLOCK_WIDTH)
-    is_before = tokens < num_before
     keys_at = keys + (source * NUM_KEY_HEADS + key_head) * (BLOCK_SIZE * KEY_SIZE)
     updates_at = updates + (source * NUM_HEADS + head) * (BLOCK_SIZE * VALUE_SIZE)
     decays_at = decays + (source * NUM_HEADS + head) * BLOCK_SIZE
-    is_key = is_before[:, None] & is_column[None, :]
-    tail_keys = tl.load(keys_at + tokens[:, None] * KEY_SIZE + columns[None, :], mask=is_key, other=0.0)
-    is_update = is_before[:, None] & is_value[None, :]
+    tail_keys = tl.load(
+        keys_at + tokens[:, None] * KEY_SIZE + columns[None, :], mask=is_before[:, None] & is_column[None, :], other=0.0
+    )
     tail_updates = tl.load(
-        updates_at + tokens[:, None] * VALUE_SIZE + value_columns[None, :], mask=is_update, other=0.0
+        updates_at + tokens[:, None] * VALUE_SIZE + value_columns[None, :],
+        mask=is_before[:, None] & is_value[None, :],
+        other=0.0,
     )
     tail_decays = tl.load(decays_at + tokens, mask=is_before, other=0.0)
     total = tl.sum(tail_decays, 0) + g
     since = tl.exp(total)
     between = tl.exp(total - tl.cumsum(tail_decays, 0))
-    u = v
     if HAS_BETA:
-        with_keys = tl.sum(tail_keys * k[None, :], 1) * between
-        known = since * tl.sum(state * k[:, None], 0) + tl.sum(tail_updates * with_keys[:, None], 0)
-        u = b * (v - known)
-    with_keys = tl.sum(tail_keys * q[None, :], 1) * between
-    result = since * tl.sum(state * q[:, None], 0) + tl.sum(tail_updates * with_keys[:, None], 0) + tl.sum(q * k, 0) * u
+        weights = tl.sum(tail_keys * k[None, :], 1) * between
+        u = b * (u - since * tl.sum(state * k[:, None], 0) - tl.sum(tail_updates * weights[:, None], 0))
+    weights = tl.sum(tail_keys * q[None, :], 1) * between
+    result = since * tl.sum(state * q[:, None], 0) + tl.sum(tail_updates * weights[:, None], 0) + tl.sum(q * k, 0) * u
     output_at = output + (row * NUM_HEADS + head) * VALUE_SIZE + value_columns
     tl.store(output_at, result.to(output.dtype.element_ty), mask=is_value)
 
     if target == 0:
         return
-    target_at = states + (target * NUM_HEADS + head) * (KEY_SIZE * VALUE_SIZE) + in_state
+    states += target * state_size
     if num_before == BLOCK_SIZE - 1:
-        following = since * state + k[:, None] * u[None, :]
-        sum_before = 0.0
-        for token in range(0, BLOCK_SIZE - 1):
-            sum_before += tl.load(decays_at + token)
-            weight = tl.exp(total - sum_before)
-            earlier_key = tl.load(keys_at + token * KEY_SIZE + columns, mask=is_column, other=0.0) * weight
-            earlier = tl.load(updates_at + token * VALUE_SIZE + value_columns, mask=is_value, other=0.0)
-            following += earlier_key[:, None] * earlier[None, :]
-        tl.store(target_at, following, mask=is_state)
+        following = _add_tail(
+            since * state + k[:, None] * u[None, :], total, keys_at, updates_at, decays_at, columns, value_columns,
+            KEY_SIZE, VALUE_SIZE, BLOCK_SIZE,
+        )  # fmt: skip
+        tl.store(states + in_state, following, mask=is_state)
     else:
-        if (source != target) | (start == 0):
-            tl.store(target_at, state, mask=is_state)
+        if source != target:
+            tl.store(states + in_state, state, mask=is_state)
         cell = (target * NUM_HEADS + head) * BLOCK_SIZE + num_before
         tl.store(updates + cell * VALUE_SIZE + value_columns, u, mask=is_value)
         if tile == 0:
@@ -299,19 +310,40 @@ def _load_part(rows_in, rows, stride, mask, first, SIZE: tl.constexpr, PART: tl.
 
 @triton.jit
 def _inverse_lengths(rows_in, rows, stride, mask, SIZE: tl.constexpr, PART: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Return 1 by the length of a head in each of the rows; without HAS_NORM 1."""
+    """Return 1 by the length of a head in each of the rows, [num_rows, 1]; without HAS_NORM 1."""
     squares = tl.zeros([rows.shape[0], PART], tl.float32)
     if HAS_NORM:
         for first in range(0, SIZE, PART):
             numbers = _load_part(rows_in, rows, stride, mask, first, SIZE, PART)
             squares += numbers * numbers
-        return tl.rsqrt(tl.sum(squares, 1) + _EPSILON)
-    return tl.sum(squares, 1) + 1.0
+        return tl.rsqrt(tl.sum(squares, 1) + _EPSILON)[:, None]
+    return tl.sum(squares, 1)[:, None] + 1.0
 
 
 @triton.jit
 def _multiply(one, other, sums):
     return tl.dot(one, other, sums, input_precision="tf32x3")
+
+
+@triton.jit
+def _snapshot_at(chunk, boundary):
+    """Return the slot for the state at `boundary`; 0: there is none."""
+    slot = tl.zeros([], tl.int64)
+    for number in tl.static_range(_SNAPSHOTS):
+        is_here = tl.load(chunk + 5 + 2 * number) == boundary
+        slot = tl.where(is_here, tl.load(chunk + 6 + 2 * number).to(tl.int64), slot)
+    return slot
+
+
+@triton.jit
+def _correct(u, factors, num_tokens, BLOCK_WIDTH: tl.constexpr):
+    """Subtract from each token's update those of the tokens before it, times their factors, in order of the tokens."""
+    tokens = tl.arange(0, BLOCK_WIDTH)
+    for token in range(num_tokens - 1):
+        update = tl.sum(tl.where(tokens[:, None] == token, u, 0.0), 0)
+        factor = tl.sum(tl.where(tokens[None, :] == token, factors, 0.0), 1)
+        u -= tl.where(tokens > token, factor, 0.0)[:, None] * update[None, :]
+    return u
 
 
 @triton.jit(do_not_specialize=["query_stride", "key_stride", "value_stride", "gate_stride"])
@@ -351,64 +383,55 @@ def advance_kernel(
 
     A block always has the same shape. Tokens of earlier steps come from the tail, and those that are not there yet are
     zeros, so a token's numbers do not depend on the chunks in which its block was computed. The state is read and
-    written in parts of KEY_PART rows, since registers do not hold its products. It goes to the slot of the chunk's end
-    with each block, slot 0 included.
+    written in parts of KEY_PART rows, since registers do not hold its products: with each block it goes to the slot
+    that the chunk writes.
     """
     num_tiles: tl.constexpr = (VALUE_SIZE + VALUE_TILE - 1) // VALUE_TILE
     group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     tile, head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles % NUM_HEADS
+    key_head = head // group
     chunk = chunks + tl.program_id(0) // (num_tiles * NUM_HEADS) * _FIELDS
-    num_tokens = tl.load(chunk + 2)
+    first_row, start, num_tokens, source, target = _load_chunk(chunk)
     if num_tokens == 0:
         return
     query_stride = query_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT
     key_stride = key_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT
     value_stride = value_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT
-    start = tl.load(chunk + 1)
+    query, key, value = query + key_head * KEY_SIZE, key + key_head * KEY_SIZE, value + head * VALUE_SIZE
     end = start + num_tokens
-    first_row = (tl.load(chunk) - start).to(tl.int64)
-    source = tl.load(chunk + 3).to(tl.int64)
-    target = tl.load(chunk + 4).to(tl.int64)
-    key_head = head // group
-    value_columns = tile * VALUE_TILE + tl.arange(0, VALUE_TILE)
-    is_value = value_columns < VALUE_SIZE
-    state_rows = tl.arange(0, KEY_PART)
-    in_state = state_rows[:, None] * VALUE_SIZE + value_columns[None, :]
-    state_size: tl.constexpr = NUM_HEADS * KEY_SIZE * VALUE_SIZE
-    states += head * (KEY_SIZE * VALUE_SIZE)
-    updates += head * (BLOCK_SIZE * VALUE_SIZE)
-    decays += head * BLOCK_SIZE
-    keys += key_head * (BLOCK_SIZE * KEY_SIZE)
-    query += key_head * KEY_SIZE
-    key += key_head * KEY_SIZE
-    value += head * VALUE_SIZE
-    tail_keys = keys + source * (NUM_KEY_HEADS * BLOCK_SIZE * KEY_SIZE)
     tokens = tl.arange(0, BLOCK_WIDTH)
-    in_tail = tokens[:, None] * VALUE_SIZE + value_columns[None, :]
-    in_block = tokens < BLOCK_SIZE
     is_earlier = tokens[:, None] >= tokens[None, :]
+    value_columns = tile * VALUE_TILE + tl.arange(0, VALUE_TILE)
+    is_value = (value_columns < VALUE_SIZE)[None, :]
+    columns = tl.arange(0, KEY_PART)
+    states += head * (KEY_SIZE * VALUE_SIZE) + columns[:, None] * VALUE_SIZE + value_columns[None, :]
+    keys += key_head * (BLOCK_SIZE * KEY_SIZE)
+    updates += head * (BLOCK_SIZE * VALUE_SIZE) + tokens[:, None] * VALUE_SIZE + value_columns[None, :]
+    decays += head * BLOCK_SIZE + tokens
+    state_size: tl.constexpr = NUM_HEADS * KEY_SIZE * VALUE_SIZE
+    keys_size: tl.constexpr = NUM_KEY_HEADS * BLOCK_SIZE * KEY_SIZE
+    decays_size: tl.constexpr = NUM_HEADS * BLOCK_SIZE
     state_slot = source
     has_state = start > 0
     for boundary in range(start - start % BLOCK_SIZE, end, BLOCK_SIZE):
         positions = boundary + tokens
-        is_new = (positions >= start) & (positions < end) & in_block
-        is_before = (positions < start) & in_block  # Only the first block has tokens of earlier steps.
-        rows = first_row + positions
-        g, b = _decays_and_betas(decay, beta, rates, biases, rows * gate_stride + head, head, is_new, HAS_GATES, HAS_BETA)
-        g += tl.load(decays + source * (NUM_HEADS * BLOCK_SIZE) + tokens, mask=is_before, other=0.0)
+        is_new = (positions >= start) & (positions < end) & (tokens < BLOCK_SIZE)
+        is_before = (positions < start) & (tokens < BLOCK_SIZE)  # Only the first block has tokens of earlier steps.
+        rows = first_row + (positions - start)
+        gates_at = rows * gate_stride + head
+        g, b = _decays_and_betas(decay, beta, rates, biases, gates_at, head, is_new, HAS_GATES, HAS_BETA)
+        g += tl.load(decays + source * decays_size, mask=is_before, other=0.0)
         key_factors = _inverse_lengths(key, rows, key_stride, is_new, KEY_SIZE, KEY_PART, HAS_NORM)
-        query_factors = _inverse_lengths(query, rows, query_stride, is_new, KEY_SIZE, KEY_PART, HAS_NORM)
         known = tl.zeros([BLOCK_WIDTH, VALUE_TILE], tl.float32)
         result = tl.zeros([BLOCK_WIDTH, VALUE_TILE], tl.float32)
         factors = tl.zeros([BLOCK_WIDTH, BLOCK_WIDTH], tl.float32)
         weights = tl.zeros([BLOCK_WIDTH, BLOCK_WIDTH], tl.float32)
-        state_at = states + state_slot * state_size
         for first in range(0, KEY_SIZE, KEY_PART):
-            k = _load_part(key, rows, key_stride, is_new, first, KEY_SIZE, KEY_PART) * key_factors[:, None]
-            k += _load_part(tail_keys, tokens, KEY_SIZE, is_before, first, KEY_SIZE, KEY_PART)
+            k = _load_part(key, rows, key_stride, is_new, first, KEY_SIZE, KEY_PART) * key_factors
+            k += _load_part(keys + source * keys_size, tokens, KEY_SIZE, is_before, first, KEY_SIZE, KEY_PART)
             q = _load_part(query, rows, query_stride, is_new, first, KEY_SIZE, KEY_PART)
-            is_part = (first + state_rows < KEY_SIZE)[:, None] & is_value[None, :]
-            state = tl.load(state_at + first * VALUE_SIZE + in_state, mask=is_part & has_state, other=0.0)
+            mask = (first + columns < KEY_SIZE)[:, None] & is_value & has_state
+            state = tl.load(states + state_slot * state_size + first * VALUE_SIZE, mask=mask, other=0.0)
             if HAS_BETA:
                 known = _multiply(k, state, known)
                 factors = _multiply(k, tl.trans(k), factors)
@@ -418,60 +441,47 @@ def advance_kernel(
         sums = tl.cumsum(g, 0)
         since = tl.exp(sums)[:, None]
         between = tl.exp(tl.where(is_earlier, sums[:, None] - sums[None, :], float("-inf")))
-        is_cell = is_new[:, None] & is_value[None, :]
-        cells = rows[:, None] * value_stride + value_columns[None, :]
-        u = tl.load(value + cells, mask=is_cell, other=0.0).to(tl.float32)
-        is_update = is_before[:, None] & is_value[None, :]
-        earlier = tl.load(
-            updates + source * (NUM_HEADS * BLOCK_SIZE * VALUE_SIZE) + in_tail, mask=is_update, other=0.0
-        )
+        is_cell = is_new[:, None] & is_value
+        values_at = value + rows[:, None] * value_stride + value_columns[None, :]
+        u = tl.load(values_at, mask=is_cell, other=0.0).to(tl.float32)
         if HAS_BETA:
-            u = b[:, None] * (u - since * known) + earlier
-            factors = tl.where(is_earlier, factors * between * b[:, None], 0.0)
-            for token in range(0, tl.minimum(end - boundary, BLOCK_SIZE) - 1):
-                one = tl.sum(tl.where(tokens[:, None] == token, u, 0.0), 0)
-                factor = tl.sum(tl.where(tokens[None, :] == token, factors, 0.0), 1)
-                u -= tl.where(tokens > token, factor, 0.0)[:, None] * one[None, :]
-        else:
-            u += earlier
-        result = _multiply(weights * between, u, since * result) * (query_factors * scale)[:, None]
-        cells = (rows[:, None] * NUM_HEADS + head) * VALUE_SIZE + value_columns[None, :]
-        tl.store(output + cells, result.to(output.dtype.element_ty), mask=is_cell)
+            u = b[:, None] * (u - since * known)
+        u += tl.load(updates + source * (decays_size * VALUE_SIZE), mask=is_before[:, None] & is_value, other=0.0)
+        if HAS_BETA:
+            u = _correct(u, factors * between * b[:, None], tl.minimum(end - boundary, BLOCK_SIZE), BLOCK_WIDTH)
+        result = _multiply(weights * between, u, since * result)
+        result *= _inverse_lengths(query, rows, query_stride, is_new, KEY_SIZE, KEY_PART, HAS_NORM) * scale
+        output_at = output + (rows[:, None] * NUM_HEADS + head) * VALUE_SIZE + value_columns[None, :]
+        tl.store(output_at, result.to(output.dtype.element_ty), mask=is_cell)
 
-        if boundary + BLOCK_SIZE <= end:
-            last = tl.sum(tl.where(tokens == BLOCK_SIZE - 1, sums, 0.0), 0)
-            forget = tl.exp(last)
-            u = u * tl.exp(last - sums)[:, None]
-            snapshot = tl.zeros([], tl.int64)
-            for number in tl.static_range(_SNAPSHOTS):
-                is_here = tl.load(chunk + 5 + 2 * number) == boundary + BLOCK_SIZE
-                snapshot = tl.where(is_here, tl.load(chunk + 6 + 2 * number).to(tl.int64), snapshot)
-            for first in range(0, KEY_SIZE, KEY_PART):
-                k = _load_part(key, rows, key_stride, is_new, first, KEY_SIZE, KEY_PART) * key_factors[:, None]
-                k += _load_part(tail_keys, tokens, KEY_SIZE, is_before, first, KEY_SIZE, KEY_PART)
-                is_part = (first + state_rows < KEY_SIZE)[:, None] & is_value[None, :]
-                in_part = first * VALUE_SIZE + in_state
-                state = tl.load(state_at + in_part, mask=is_part & has_state, other=0.0)
+        is_full = boundary + BLOCK_SIZE <= end
+        if (target != 0) & (boundary + BLOCK_SIZE > end):
+            tl.store(updates + target * (decays_size * VALUE_SIZE), u, mask=is_cell)
+            tl.store(decays + target * decays_size, g, mask=is_new & (tile == 0))
+        last = tl.sum(tl.where(tokens == BLOCK_SIZE - 1, sums, 0.0), 0)
+        forget = tl.exp(last)
+        u *= tl.exp(last - sums)[:, None]
+        snapshot = _snapshot_at(chunk, boundary + BLOCK_SIZE)
+        for first in range(0, KEY_SIZE, KEY_PART):
+            k = _load_part(key, rows, key_stride, is_new, first, KEY_SIZE, KEY_PART) * key_factors
+            k += _load_part(keys + source * keys_size, tokens, KEY_SIZE, is_before, first, KEY_SIZE, KEY_PART)
+            if is_full:
+                mask = (first + columns < KEY_SIZE)[:, None] & is_value
+                state_at = states + first * VALUE_SIZE
+                state = tl.load(state_at + state_slot * state_size, mask=mask & has_state, other=0.0)
                 state = _multiply(tl.trans(k), u, forget * state)
-                tl.store(states + target * state_size + in_part, state, mask=is_part)
-                tl.store(states + snapshot * state_size + in_part, state, mask=is_part & (snapshot != 0))
+                tl.store(state_at + target * state_size, state, mask=mask)
+                tl.store(state_at + snapshot * state_size, state, mask=mask & (snapshot != 0))
+            elif (target != 0) & (tile == 0) & (head % group == 0):
+                keys_at = keys + target * keys_size + tokens[:, None] * KEY_SIZE + first + columns[None, :]
+                tl.store(keys_at, k, mask=is_new[:, None] & (first + columns < KEY_SIZE)[None, :])
+        if is_full:
             state_slot = target
-            has_state = True
-            tl.debug_barrier()
-        elif target != 0:
-            tl.store(updates + target * (NUM_HEADS * BLOCK_SIZE * VALUE_SIZE) + in_tail, u, mask=is_cell)
-            if tile == 0:
-                tl.store(decays + target * (NUM_HEADS * BLOCK_SIZE) + tokens, g, mask=is_new)
-                if head % group == 0:
-                    for first in range(0, KEY_SIZE, KEY_PART):
-                        k = _load_part(key, rows, key_stride, is_new, first, KEY_SIZE, KEY_PART) * key_factors[:, None]
-                        columns = first + tl.arange(0, KEY_PART)
-                        key_cells = tokens[:, None] * KEY_SIZE + columns[None, :]
-                        mask = is_new[:, None] & (columns < KEY_SIZE)[None, :]
-                        tl.store(keys + target * (NUM_KEY_HEADS * BLOCK_SIZE * KEY_SIZE) + key_cells, k, mask=mask)
+            has_state = start >= 0
+        tl.debug_barrier()  # The next block reads what other threads have written.
     if (target != 0) & (state_slot == source) & (source != target):
         for first in range(0, KEY_SIZE, KEY_PART):
-            is_part = (first + state_rows < KEY_SIZE)[:, None] & is_value[None, :]
-            in_part = first * VALUE_SIZE + in_state
-            state = tl.load(states + source * state_size + in_part, mask=is_part & (start > 0), other=0.0)
-            tl.store(states + target * state_size + in_part, state, mask=is_part)
+            mask = (first + columns < KEY_SIZE)[:, None] & is_value
+            state_at = states + first * VALUE_SIZE
+            state = tl.load(state_at + source * state_size, mask=mask & has_state, other=0.0)
+            tl.store(state_at + target * state_size, state, mask=mask)

@@ -142,12 +142,12 @@ def state_calls(
     )
     if not layer.num_heads:
         return conv, None
-    keys = [draw(num_tokens, layer.num_key_heads, layer.key_size) for _ in "qk"]
+    query, key = (draw(num_tokens, layer.num_key_heads, layer.key_size) for _ in "qk")
     value = draw(num_tokens, layer.num_heads, layer.value_size)
-    gates = [draw(num_tokens, layer.num_heads) for _ in "ab"]
+    decay, beta = (draw(num_tokens, layer.num_heads) for _ in "ab")
+    scale = layer.key_size**-0.5
     if seed % 2 == 0:
-        parameters = DeltaGates(draw(layer.num_heads).float(), draw(layer.num_heads).float())
-        scale = layer.key_size**-0.5
-        return conv, RuleCall(0, *keys, value, *gates, scale=scale, has_norm=True, gates=parameters)
-    keys = [part.float() / layer.key_size**0.5 for part in keys]
-    return conv, RuleCall(0, *keys, value.float(), -gates[0].float().abs(), beta=None)
+        gates = DeltaGates(draw(layer.num_heads).float(), draw(layer.num_heads).float())
+        return conv, RuleCall(0, query, key, value, decay, beta, scale, has_norm=True, gates=gates)
+    query, key, value, decay = (part.float() for part in (query, key, value, decay))
+    return conv, RuleCall(0, query * scale, key * scale, value, -decay.abs(), None)

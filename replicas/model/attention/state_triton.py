@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from replicas.engine.batch import StateMove
-from replicas.model.attention.plan import MAX_SNAPSHOTS, STATE_FIELDS, StatePlan, plan_states
+from replicas.model.attention.plan import MAX_SNAPSHOTS, StatePlan, plan_states
 from replicas.model.attention.recurrent import ConvCall, RuleCall
 from replicas.model.attention.state_cache import LayerStates, StateCache
 from replicas.model.attention.state_kernels import (
