@@ -198,7 +198,7 @@ def _add_tail(
 
 
 @triton.jit(do_not_specialize=["query_stride", "key_stride", "value_stride", "gate_stride"])
-def decode_kernel(
+def decode_kernel(  # noqa: PLR0915  (parts of it would take most of its arguments)
     query,
     key,
     value,
@@ -347,7 +347,7 @@ def _correct(u, factors, num_tokens, BLOCK_WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["query_stride", "key_stride", "value_stride", "gate_stride"])
-def advance_kernel(
+def advance_kernel(  # noqa: PLR0915
     query,
     key,
     value,
@@ -404,10 +404,10 @@ def advance_kernel(
     value_columns = tile * VALUE_TILE + tl.arange(0, VALUE_TILE)
     is_value = (value_columns < VALUE_SIZE)[None, :]
     columns = tl.arange(0, KEY_PART)
-    states += head * (KEY_SIZE * VALUE_SIZE) + columns[:, None] * VALUE_SIZE + value_columns[None, :]
+    in_state = head * (KEY_SIZE * VALUE_SIZE) + columns[:, None] * VALUE_SIZE + value_columns[None, :]
+    in_tail = (head * BLOCK_SIZE + tokens[:, None]) * VALUE_SIZE + value_columns[None, :]
     keys += key_head * (BLOCK_SIZE * KEY_SIZE)
-    updates += head * (BLOCK_SIZE * VALUE_SIZE) + tokens[:, None] * VALUE_SIZE + value_columns[None, :]
-    decays += head * BLOCK_SIZE + tokens
+    decays += head * BLOCK_SIZE
     state_size: tl.constexpr = NUM_HEADS * KEY_SIZE * VALUE_SIZE
     keys_size: tl.constexpr = NUM_KEY_HEADS * BLOCK_SIZE * KEY_SIZE
     decays_size: tl.constexpr = NUM_HEADS * BLOCK_SIZE
@@ -420,7 +420,7 @@ def advance_kernel(
         rows = first_row + (positions - start)
         gates_at = rows * gate_stride + head
         g, b = _decays_and_betas(decay, beta, rates, biases, gates_at, head, is_new, HAS_GATES, HAS_BETA)
-        g += tl.load(decays + source * decays_size, mask=is_before, other=0.0)
+        g += tl.load(decays + source * decays_size + tokens, mask=is_before, other=0.0)
         key_factors = _inverse_lengths(key, rows, key_stride, is_new, KEY_SIZE, KEY_PART, HAS_NORM)
         known = tl.zeros([BLOCK_WIDTH, VALUE_TILE], tl.float32)
         result = tl.zeros([BLOCK_WIDTH, VALUE_TILE], tl.float32)
@@ -431,7 +431,7 @@ def advance_kernel(
             k += _load_part(keys + source * keys_size, tokens, KEY_SIZE, is_before, first, KEY_SIZE, KEY_PART)
             q = _load_part(query, rows, query_stride, is_new, first, KEY_SIZE, KEY_PART)
             mask = (first + columns < KEY_SIZE)[:, None] & is_value & has_state
-            state = tl.load(states + state_slot * state_size + first * VALUE_SIZE, mask=mask, other=0.0)
+            state = tl.load(states + state_slot * state_size + first * VALUE_SIZE + in_state, mask=mask, other=0.0)
             if HAS_BETA:
                 known = _multiply(k, state, known)
                 factors = _multiply(k, tl.trans(k), factors)
@@ -446,7 +446,8 @@ def advance_kernel(
         u = tl.load(values_at, mask=is_cell, other=0.0).to(tl.float32)
         if HAS_BETA:
             u = b[:, None] * (u - since * known)
-        u += tl.load(updates + source * (decays_size * VALUE_SIZE), mask=is_before[:, None] & is_value, other=0.0)
+        updates_at = updates + source * (decays_size * VALUE_SIZE) + in_tail
+        u += tl.load(updates_at, mask=is_before[:, None] & is_value, other=0.0)
         if HAS_BETA:
             u = _correct(u, factors * between * b[:, None], tl.minimum(end - boundary, BLOCK_SIZE), BLOCK_WIDTH)
         result = _multiply(weights * between, u, since * result)
@@ -456,8 +457,8 @@ def advance_kernel(
 
         is_full = boundary + BLOCK_SIZE <= end
         if (target != 0) & (boundary + BLOCK_SIZE > end):
-            tl.store(updates + target * (decays_size * VALUE_SIZE), u, mask=is_cell)
-            tl.store(decays + target * decays_size, g, mask=is_new & (tile == 0))
+            tl.store(updates + target * (decays_size * VALUE_SIZE) + in_tail, u, mask=is_cell)
+            tl.store(decays + target * decays_size + tokens, g, mask=is_new & (tile == 0))
         last = tl.sum(tl.where(tokens == BLOCK_SIZE - 1, sums, 0.0), 0)
         forget = tl.exp(last)
         u *= tl.exp(last - sums)[:, None]
@@ -468,10 +469,10 @@ def advance_kernel(
             if is_full:
                 mask = (first + columns < KEY_SIZE)[:, None] & is_value
                 state_at = states + first * VALUE_SIZE
-                state = tl.load(state_at + state_slot * state_size, mask=mask & has_state, other=0.0)
+                state = tl.load(state_at + state_slot * state_size + in_state, mask=mask & has_state, other=0.0)
                 state = _multiply(tl.trans(k), u, forget * state)
-                tl.store(state_at + target * state_size, state, mask=mask)
-                tl.store(state_at + snapshot * state_size, state, mask=mask & (snapshot != 0))
+                tl.store(state_at + target * state_size + in_state, state, mask=mask)
+                tl.store(state_at + snapshot * state_size + in_state, state, mask=mask & (snapshot != 0))
             elif (target != 0) & (tile == 0) & (head % group == 0):
                 keys_at = keys + target * keys_size + tokens[:, None] * KEY_SIZE + first + columns[None, :]
                 tl.store(keys_at, k, mask=is_new[:, None] & (first + columns < KEY_SIZE)[None, :])
@@ -483,5 +484,5 @@ def advance_kernel(
         for first in range(0, KEY_SIZE, KEY_PART):
             mask = (first + columns < KEY_SIZE)[:, None] & is_value
             state_at = states + first * VALUE_SIZE
-            state = tl.load(state_at + source * state_size, mask=mask & has_state, other=0.0)
-            tl.store(state_at + target * state_size, state, mask=mask)
+            state = tl.load(state_at + source * state_size + in_state, mask=mask & has_state, other=0.0)
+            tl.store(state_at + target * state_size + in_state, state, mask=mask)

@@ -95,7 +95,7 @@ def state_schedule(block_size: int) -> Iterator[list[ScheduledSequence]]:
     size = block_size
     ends = (
         (1, 2, 3, size - 1, size, size + 1, 3 * size + 2),
-        (2 * size + 3, 2 * size + 4, 3 * size, 3 * size + 1, 3 * size + 3, 5 * size + 1, 5 * size + 2),
+        (3 * size + 3, 3 * size + 4, 4 * size, 4 * size + 1, 4 * size + 3, 6 * size + 1, 6 * size + 2),
         (size, size + 1, 2 * size - 1, 2 * size, 2 * size + 2, 3 * size, 3 * size + 1),
     )
     held: list[tuple[int, int, int]] = [(0, 0, 0)] * len(ends)  # position, boundary and slot

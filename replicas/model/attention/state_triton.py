@@ -23,10 +23,12 @@ from replicas.model.batch.inputs import BatchInputs, Chunk
 
 # Smallest number of rows and columns that the matrix units take.
 _MIN_WIDTH = 16
-# Columns of the state of one program.
-_VALUE_TILE = 32
+# Columns of the state of a decode's program, and of another one.
+_DECODE_TILE, _VALUE_TILE = 32, 16
 # Rows of the state that a program multiplies at a time: the products of more need more registers than a thread has.
 _KEY_PART = 16
+# Parts of the state that are read ahead, and the one that is multiplied.
+_NUM_STAGES = 3
 # Rows and channels of one program of a convolution; a decode has one row.
 _CONVOLVED_ROWS, _CONVOLVED_CHANNELS = 16, 128
 # Alignments of strides that kernels are compiled for: 32 and 16 bytes of 16-bit numbers, or none.
@@ -162,15 +164,12 @@ def advance(layer: LayerStates, plan: StatePlan, num_decodes: int, call: RuleCal
         layer.updates,
         layer.decays,
     )
-    value_tile = min(_VALUE_TILE, _width(value_size))
-    num_programs = num_heads * triton.cdiv(value_size, value_tile)
     constants = {
         "NUM_HEADS": num_heads,
         "NUM_KEY_HEADS": num_key_heads,
         "KEY_SIZE": key_size,
         "VALUE_SIZE": value_size,
         "BLOCK_SIZE": block_size,
-        "VALUE_TILE": value_tile,
         "BLOCK_WIDTH": _width(block_size),
         "HAS_NORM": call.has_norm,
         "HAS_GATES": call.gates is not None,
@@ -180,12 +179,19 @@ def advance(layer: LayerStates, plan: StatePlan, num_decodes: int, call: RuleCal
     numbers = (call.scale, *strides, num_heads)
     decodes, others = plan.chunks[:num_decodes], plan.chunks[num_decodes:]
     if len(decodes):
-        decode_kernel[(num_programs * len(decodes),)](
-            *tensors, decodes, *numbers, KEY_WIDTH=_width(key_size), **constants
+        tile = min(_DECODE_TILE, _width(value_size))
+        decode_kernel[(len(decodes) * num_heads * triton.cdiv(value_size, tile),)](
+            *tensors, decodes, *numbers, KEY_WIDTH=_width(key_size), VALUE_TILE=tile, **constants
         )
     if len(others):
-        advance_kernel[(num_programs * len(others),)](
-            *tensors, others, *numbers, KEY_PART=_KEY_PART, num_stages=1, **constants
+        advance_kernel[(len(others) * num_heads * triton.cdiv(value_size, _VALUE_TILE),)](
+            *tensors,
+            others,
+            *numbers,
+            KEY_PART=_KEY_PART,
+            VALUE_TILE=_VALUE_TILE,
+            num_stages=_NUM_STAGES,
+            **constants,
         )
 
 
