@@ -45,9 +45,7 @@ _TYPES = {
 
 
 def compiled(kernel: Any, capability: int, constants: dict[str, Any], num_stages: int = 3) -> Resources:
-    signature = {
-        name: "constexpr" if name in constants else _TYPES.get(name, "*bf16") for name in kernel.arg_names
-    }
+    signature = {name: "constexpr" if name in constants else _TYPES.get(name, "*bf16") for name in kernel.arg_names}
     source = ASTSource(
         fn=kernel,
         signature=signature,
@@ -84,7 +82,9 @@ def test_the_kernels_of_the_state_fit_the_device(name: str, capability: int) -> 
         assert taken.num_programs(DEVICES[capability]) >= num_programs
 
 
-@pytest.mark.parametrize("capability", [90, *(pytest.param(one, marks=pytest.mark.deep) for one in DEVICES if one != 90)])
+@pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(one, marks=pytest.mark.deep) for one in DEVICES if one != 90)]
+)
 def test_the_kernels_of_the_convolution_fit_the_device(capability: int) -> None:
     convolution = {
         "NUM_CHANNELS": 8192, "WIDTH": 4, "BLOCK_SIZE": 16, "TILE_ROWS": state_triton._CONVOLVED_ROWS,

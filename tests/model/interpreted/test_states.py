@@ -36,7 +36,8 @@ def spec(layer: StateLayer, block_size: int = 16, dtype: torch.dtype = torch.flo
 
 @pytest.mark.parametrize("backend", [TRITON, INVARIANT], ids=["decodes", "one kernel"])
 @pytest.mark.parametrize(
-    ("layer", "block_size"), [(CONVOLUTION, 16), (DELTA, 16), (DELTA, 5), pytest.param(WIDE, 32, marks=pytest.mark.deep)]
+    ("layer", "block_size"),
+    [(CONVOLUTION, 16), (DELTA, 16), (DELTA, 5), pytest.param(WIDE, 32, marks=pytest.mark.deep)],
 )
 def test_outputs_and_states_are_those_of_plain_torch(
     layer: StateLayer, block_size: int, backend: TritonStateBackend
@@ -116,7 +117,7 @@ def in_chunks(ends: tuple[int, ...], neighbours: int) -> list[Tensor]:
         items = [*others[:1], item, *others[1:]]
         inputs = build_inputs(items, 16, CPU)
         first = others[0].num_tokens if others else 0
-        some_conv, some_rule = state_calls(DELTA, inputs, torch.float32, seed=end)
+        some_conv, _ = state_calls(DELTA, inputs, torch.float32, seed=end)
         mine, of_item = slice(first, first + end - start), slice(start, end)
         some_conv = replace(some_conv, weight=conv.weight)
         some_conv.inputs[mine] = conv.inputs[of_item]
@@ -213,4 +214,3 @@ def test_padding_changes_no_state_and_no_output() -> None:
         for one, other in zip(parts(caches[0]), parts(caches[1]), strict=True):
             torch.testing.assert_close(one[1:], other[1:], rtol=0, atol=0, equal_nan=True)
     assert schedule.num_slots > 5
-
