@@ -22,7 +22,8 @@ class PlannedTorchStates:
     def planned(self, cache: StateCache, plan: StatePlan) -> TorchStates:
         chunks = [_chunk(fields) for fields in plan.chunks.tolist() if fields[2] > 0]
         nothing = torch.zeros(1, plan.num_tokens, dtype=torch.int64)
-        ordered = tuple(sorted(chunks, key=lambda chunk: chunk.row))
+        # Before a graph's first step all rows are in no chunk.
+        ordered = tuple(sorted(chunks, key=lambda chunk: chunk.row)) or (Chunk(0, 0, plan.num_tokens, array("i")),)
         return TorchStates(cache, BatchInputs(nothing, nothing, nothing[0], None, nothing[0], ordered))
 
 

@@ -67,8 +67,8 @@ class StatePlan:
     """[num_chunks, STATE_FIELDS] int32: first row in the flat batch, its position, number of tokens, slot that is read,
     slot that is written; then up to three ends of blocks whose state is stored too, each with its slot (0: none).
 
-    A chunk of no tokens takes no rows. Each row of the batch is in one chunk. Rows without a sequence are a chunk from
-    position 0 with the scratch slot.
+    A chunk of no tokens takes no rows. Rows without a sequence are a chunk from position 0 with the scratch slot. The
+    output of rows that are in no chunk is undefined.
     """
     num_decodes: int
     """Number of chunks, the first ones, that have one token or none."""

@@ -53,7 +53,7 @@ class TritonStateBackend:
 
     def planned(self, cache: StateCache, plan: StatePlan) -> TritonStates:
         """Return the state of a plan that the caller made. Its tensors may outlive the forward pass."""
-        chunk_of_row = plan.chunks.new_empty(plan.num_tokens)
+        chunk_of_row = plan.chunks.new_zeros(plan.num_tokens)  # Before a graph's first step its rows are in no chunk.
         assign_rows(plan, chunk_of_row)
         return TritonStates(cache, plan, chunk_of_row, self.is_batch_invariant)
 

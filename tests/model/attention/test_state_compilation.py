@@ -1,4 +1,4 @@
-"""Kernels of recurrent layers fit every device, without spills. The shapes are those of served models; none is needed."""
+"""Kernels of recurrent layers fit every device, of which none is needed, without spills. The models are real ones."""
 
 from typing import Any
 

@@ -150,7 +150,6 @@ def test_padded_steps_ahead_change_no_token(architecture: str) -> None:
     engine = build_engine(loaded, TIGHT, planned=PlannedGather, is_ahead=True)
     for params in (GREEDY, replace(GREEDY, prompt_logprobs=1)):
         assert tokens(engine, PROMPTS, params) == expected
-    assert num_preemptions(engine) > 0
 
 
 @pytest.mark.usefixtures("kernels")
