@@ -94,8 +94,8 @@ def _correctness(target: Target) -> Iterable[Group]:
 
 def _times(target: Target) -> Iterable[Group]:
     runs = (
-        ("steps", _steps), ("prefill", _prefill), ("sampling", _sampling), ("batch-invariant steps", _invariant_steps),
-        ("profile", _profile),
+        ("steps", _steps), ("prefill", _prefill), ("sampling", _sampling), ("recurrence", _recurrence),
+        ("batch-invariant steps", _invariant_steps), ("profile", _profile),
     )  # fmt: skip
     yield Group("times", "steps", tuple(Item(name, partial(run, target)) for name, run in runs))
     yield Group("times", "memory", (Item("memory", partial(_memory, target)),))
@@ -310,6 +310,17 @@ def _sampling(target: Target) -> Outcome:
     times = measure_sampling(target.device, _SAMPLED, rows, vocab_size)
     detail = "; ".join(f"{name} {text} ms" for name, text in times.items())
     return Outcome(None, detail, {"sampling_ms": times})
+
+
+def _recurrence(target: Target) -> Outcome:
+    """Time one recurrent layer: the gated delta rule, then Mamba-2."""
+    from bench.gpu.kernel_checks import STATES
+    from bench.gpu.kernel_times import measure_recurrence
+
+    if target.device == "cpu":
+        return Outcome(None, "needs a GPU's clock")
+    times = measure_recurrence(target.device, {name: STATES[name] for name in ("qwen3.5-4b", "nemotron-h-8b")})
+    return Outcome(None, "; ".join(f"{name} {text} ms" for name, text in times.items()), {"recurrence_ms": times})
 
 
 def _memory(target: Target) -> Outcome:
