@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from replicas.errors import ModelLoadError
 from replicas.model.attention.cpp import can_attend
+from replicas.model.attention.gated_delta_net import fuse_gates
 from replicas.model.attention.interface import AttentionContext, AttentionPort, AttentionSpec
 from replicas.model.attention.kv_cache import AttentionLayer, LayerGroup, is_quantized
 from replicas.model.attention.layer_groups import group_layers
@@ -171,6 +172,8 @@ def load_model(options: ModelOptions) -> LoadedModel:
     _refuse_options(port, options, device)
     _optimize(model, port, layers, options, has_kernels)
     port.recurrent.pad_gates()
+    if device.type == "cuda":
+        fuse_gates(port.recurrent)
     vocab_size = config.get_text_config(decoder=True).vocab_size
     configured_ids, end_id = _configured_eos_token_ids(model), getattr(tokenizer, "eos_token_id", None)
     eos_token_ids = configured_ids if end_id is None else configured_ids | {end_id}
