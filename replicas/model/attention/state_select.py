@@ -57,8 +57,8 @@ def choose_states(spec: StateSpec) -> StateBackend | None:
 def check_states(spec: StateSpec, backend: StateBackend) -> str | None:
     """Return a description of the first fault of `backend`; None if there is none.
 
-    The check compiles all kernels that serving needs. It covers first tokens, decodes and chunks that end within a
-    block, at its end and behind it, and slots that several sequences read. Layers of the same shape are checked once.
+    The check covers first tokens, decodes and chunks that end within a block, at its end and behind it, and slots that
+    several sequences read. Layers of the same shape are checked once.
     """
     return find_fault(_errors(spec, backend), spec.dtype)
 
