@@ -57,6 +57,7 @@ def make_engine(
     """
     fixed = {
         "num_blocks": runner.num_blocks,
+        "num_state_slots": runner.num_state_slots,
         "windows": runner.windows,
         "max_model_len": min(runner.max_model_len, runner.num_blocks // len(runner.windows) * runner.block_size),
         "block_size": runner.block_size,

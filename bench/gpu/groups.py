@@ -75,6 +75,7 @@ def _correctness(target: Target) -> Iterable[Group]:
     graph = _checked("captured graph", partial(_captured, device), _GRAPH_ADVICE)
     kernels = (*_kernel_items(target), *_small_items(target), *_expert_items(target), *_sampling_items(target), graph)
     yield Group("checks", "kernels", kernels)
+    yield Group("checks", "recurrence", tuple(_state_items(target)))
     models = [
         _checked("built in one thread, run in another", partial(check_threads, device)),
         _checked("sampler", partial(check_sampler, device)),
@@ -93,8 +94,8 @@ def _correctness(target: Target) -> Iterable[Group]:
 
 def _times(target: Target) -> Iterable[Group]:
     runs = (
-        ("steps", _steps), ("prefill", _prefill), ("sampling", _sampling), ("batch-invariant steps", _invariant_steps),
-        ("profile", _profile),
+        ("steps", _steps), ("prefill", _prefill), ("sampling", _sampling), ("recurrence", _recurrence),
+        ("batch-invariant steps", _invariant_steps), ("profile", _profile),
     )  # fmt: skip
     yield Group("times", "steps", tuple(Item(name, partial(run, target)) for name, run in runs))
     yield Group("times", "memory", (Item("memory", partial(_memory, target)),))
@@ -159,6 +160,16 @@ def _small_items(target: Target) -> Iterable[Item]:
     advice = "see replicas/model/layers/triton_kernels.py"
     for dtype in (FLOAT32,) if target.is_tiny else (BFLOAT16, FLOAT16, FLOAT32):
         yield _checked(str(dtype), partial(check_small_operations, dtype, target.device), advice)
+
+
+def _state_items(target: Target) -> Iterable[Item]:
+    from bench.gpu.kernel_checks import BFLOAT16, FLOAT32, STATES, check_recurrence
+
+    advice = "a replica whose check fails uses plain torch; see replicas/model/attention/state_kernels.py"
+    for name in ("tiny",) if target.is_tiny else STATES:
+        for dtype in (FLOAT32,) if target.is_tiny else (BFLOAT16, FLOAT32):
+            check = partial(check_recurrence, name, dtype, target.device)
+            yield _checked(f"recurrence of {name} in {dtype}", check, advice)
 
 
 def _expert_items(target: Target) -> Iterable[Item]:
@@ -299,6 +310,17 @@ def _sampling(target: Target) -> Outcome:
     times = measure_sampling(target.device, _SAMPLED, rows, vocab_size)
     detail = "; ".join(f"{name} {text} ms" for name, text in times.items())
     return Outcome(None, detail, {"sampling_ms": times})
+
+
+def _recurrence(target: Target) -> Outcome:
+    """Time one recurrent layer: the gated delta rule, then Mamba-2."""
+    from bench.gpu.kernel_checks import STATES
+    from bench.gpu.kernel_times import measure_recurrence
+
+    if target.device == "cpu":
+        return Outcome(None, "needs a GPU's clock")
+    times = measure_recurrence(target.device, {name: STATES[name] for name in ("qwen3.5-4b", "nemotron-h-8b")})
+    return Outcome(None, "; ".join(f"{name} {text} ms" for name, text in times.items()), {"recurrence_ms": times})
 
 
 def _memory(target: Target) -> Outcome:

@@ -19,6 +19,9 @@ from replicas.model.attention.interface import AttentionCall, AttentionSpec, Sco
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.plan import AttentionPlan, ChunkGroup
 from replicas.model.attention.select import LONG_SCHEDULE, check_attention
+from replicas.model.attention.state_cache import StateLayer
+from replicas.model.attention.state_select import StateSpec, check_states
+from replicas.model.attention.state_triton import TritonStateBackend
 from replicas.model.attention.triton import TritonBackend
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.hardware.device import compute_capability
@@ -72,6 +75,25 @@ def check_layer(name: str, layer: Case, device: str, mixtures: dict[str, Chunks]
     where, worst = max(errors.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
     detail = f"largest error {worst:.1e} ({where}), {time.perf_counter() - started_s:.0f} s"
     return Check(f"kernels for {name} in {layer.dtype}", worst < TOLERANCES[layer.dtype], detail)
+
+
+STATES = {
+    "qwen3.5-0.8b": StateLayer(0, 6144, 4, 16, 16, 128, 128),
+    "qwen3.5-4b": StateLayer(0, 8192, 4, 32, 16, 128, 128),
+    "nemotron-h-8b": StateLayer(0, 10_240, 4, 128, 8, 128, 64),
+    "falcon-h1-7b": StateLayer(0, 3584, 4, 24, 1, 256, 128),
+    "lfm2-1.2b": StateLayer(0, 2048, 3),
+    "tiny": StateLayer(0, 40, 4, 2, 1, 16, 16),
+}
+"""Recurrent layers of real models."""
+
+
+def check_recurrence(name: str, dtype: torch.dtype, device: str) -> Check:
+    """Check a recurrent layer's kernels, that of decodes too and that of prompts alone, against plain torch."""
+    spec = StateSpec([STATES[name]], 16, dtype, torch.device(device))
+    backends = {"decodes": TritonStateBackend(), "one kernel": TritonStateBackend(is_batch_invariant=True)}
+    faults = [f"{kind}: {fault}" for kind, one in backends.items() if (fault := check_states(spec, one)) is not None]
+    return Check(f"recurrence of {name} in {dtype}", not faults, "; ".join(faults) or "as plain torch")
 
 
 def check_small_operations(dtype: torch.dtype, device: str) -> Check:

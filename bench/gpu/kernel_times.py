@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,14 +14,17 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 from bench.engine.engines import GREEDY
 from bench.engine.models import LLAMA_1B, random_model
 from bench.gpu.device_time import NUM_ITERATIONS, measure_decode, median_ms, release
-from replicas.engine.batch import ScheduledSequence
+from replicas.engine.batch import ScheduledSequence, StateMove
 from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence as EngineSequence
 from replicas.model.attention.interface import AttentionCall, Scoring
 from replicas.model.attention.kv_cache import AttentionLayer, KVCache, bytes_per_block
 from replicas.model.attention.plan import AttentionPlan, ChunkGroup
+from replicas.model.attention.state_cache import StateCache, StateLayer
+from replicas.model.attention.state_select import computed, state_calls
+from replicas.model.attention.state_triton import TritonStateBackend
 from replicas.model.attention.triton import TritonBackend
-from replicas.model.batch.inputs import build_inputs
+from replicas.model.batch.inputs import build_inputs, dummy_item
 from replicas.model.build import build_runner
 from replicas.model.hardware.device import compute_capability
 from replicas.model.loading.loader import LoadedModel
@@ -136,12 +139,7 @@ def attention_ms(layers: tuple[AttentionLayer, ...], batch_size: int, device: to
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     attention = TritonBackend(num_processors, compute_capability(device)).planned(cache, slots, plan)
     calls = [_call(layer, batch_size, device) for layer in layers]
-    attention.attend(calls[0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            attention.attend(call)
-    return median_ms(graph.replay, "cuda")
+    return _graph_ms(lambda: [attention.attend(call) for call in calls])
 
 
 def _call(
@@ -226,3 +224,34 @@ def measure_sampling(
             choose = partial(sampling_of(vocab_size, counts=counts), logits, rows)
             times[kind][str(size)] = round(median_ms(choose, device, NUM_ITERATIONS if device == "cuda" else 2), 3)
     return times
+
+
+def measure_recurrence(device: str, layers: Mapping[str, StateLayer]) -> dict[str, dict[str, float]]:
+    """Return the milliseconds of one recurrent layer in a graph: decodes in the middle of a block, and a prompt."""
+    times: dict[str, dict[str, float]] = {}
+    for number, (name, layer) in enumerate(layers.items()):
+        cache = StateCache([layer], max(BATCH_SIZES), BLOCK_SIZE, torch.bfloat16, torch.device(device))
+        steps = {
+            f"decode {size}": [
+                replace(dummy_item(CONTEXT + BLOCK_SIZE // 2, 1, BLOCK_SIZE), state=StateMove(slot, slot))
+                for slot in range(1, 1 + size)
+            ]
+            for size in BATCH_SIZES
+        }
+        steps["prompt 2048"] = [replace(dummy_item(0, 2048, BLOCK_SIZE), state=StateMove(0, 1))]
+        times[name] = {}
+        for step, items in steps.items():
+            inputs = build_inputs(items, BLOCK_SIZE, cache.device)
+            conv, rule = state_calls(layer, inputs, torch.bfloat16, seed=number)
+            states = TritonStateBackend()(cache, inputs)
+            times[name][step] = round(_graph_ms(lambda: computed(states, conv, rule)), 4)  # noqa: B023  (run at once)
+    return times
+
+
+def _graph_ms(run: Callable[[], object]) -> float:
+    """Return the milliseconds of a replay of `run`, captured in a graph."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return median_ms(graph.replay, "cuda")

@@ -15,6 +15,7 @@ from bench.gpu.device_time import num_graphs, release
 from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence
 from replicas.model.attention.select import choose_attention
+from replicas.model.attention.state_select import choose_states
 from replicas.model.build import build_runner
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import Device, RunnerOptions
@@ -45,11 +46,23 @@ ARCHITECTURES = (
     "qwen3_moe",
     "gpt_oss-window",
     "deepseek_v3",
+    "qwen3_5_text-16",
+    "nemotron_h",
+    "lfm2",
 )
 # In compiled layers, experts keep torch's grouped matrix product, which waits for the device except in bfloat16 on
 # compute capability 9.0 and 10.0: such float32 steps cannot be captured.
 NOT_CAPTURED_COMPILED = ("gpt_oss-window", "qwen3_moe", "deepseek_v3")
-AHEAD_ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3")
+AHEAD_ARCHITECTURES = (
+    "llama",
+    "mistral-window",
+    "gemma2-window",
+    "gpt_oss-window",
+    "qwen3_moe",
+    "deepseek_v3",
+    "qwen3_5_text-16",
+    "nemotron_h",
+)
 # Two logits this close may swap between two orders of summation in float32.
 NEAR_TIE = 1e-3
 
@@ -102,6 +115,7 @@ def check_architecture(
         reference = reference_model(path).to(device)
         expected = reference_tokens(reference, prompts, max_tokens=24)
         loaded = load(path, device=device, compile_layers=compile_layers)
+        loaded.port.recurrent.backend = choose_states(loaded.state_spec(Sizes().block_size))
         engine = build_engine(loaded, Sizes(), choose_attention(loaded.attention_spec(Sizes().block_size), attention))
         outputs = tokens(engine, prompts, SamplingParams(max_tokens=24, temperature=0.0))
     gaps = []

@@ -16,6 +16,7 @@ from replicas.model.attention.kv_cache import KVCache, num_tensors
 from replicas.model.attention.layer_groups import bytes_of_block, grouped_cache
 from replicas.model.attention.select import FlashAndTriton, choose_attention
 from replicas.model.attention.state_cache import StateCache, bytes_per_slot
+from replicas.model.attention.state_select import choose_states
 from replicas.model.batch.inputs import batches_of_every_kind, dummy_batches, dummy_item
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, largest_mixed, step_shapes
 from replicas.model.hardware.device import choose_cache_dtype, compute_capability
@@ -68,6 +69,7 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
         raise ModelLoadError("batch_invariant is true, and the kernel that it needs for sampling does not work here")
     cache_dtype = choose_cache_dtype(options.kv_cache_dtype, loaded.dtype)
     attention = choose_attention(loaded.attention_spec(limits.block_size, cache_dtype), options.attention_backend)
+    loaded.port.recurrent.backend = choose_states(loaded.state_spec(limits.block_size))
     graphs = _graph_builder(loaded, attention, options)
     has_gpu = loaded.device.type == "cuda"
     groups = loaded.layer_groups(cache_dtype)
@@ -153,19 +155,25 @@ class _GraphBuilder:
         """Return captured CUDA graphs; None if the model prevents it, now or at an earlier call."""
         if not self._is_possible:
             return None
-        shapes = step_shapes(limits.max_num_seqs, limits.max_num_batched_tokens, self._max_mixed)
+        shapes = step_shapes(
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            self._max_mixed,
+            has_states=bool(self._loaded.state_layers),
+        )
         graphs = GraphRunner(self._loaded, cache, self._attention, shapes)
         self._is_possible = graphs.capture(self._stream)
         return graphs if self._is_possible else None
 
 
 def _graph_builder(loaded: LoadedModel, attention: AttentionBackend, options: RunnerOptions) -> _GraphBuilder | None:
-    """Return a builder of CUDA graphs; None if the device, the attention backend, the options or the model have none.
+    """Return a builder of CUDA graphs; None if the device, a backend or the options have none.
 
-    Recurrent layers run in plain torch, which looks at the lengths of the chunks on the host.
+    Recurrent layers in plain torch look at the lengths of the chunks on the host.
     """
     planned: PlannedAttention | None = getattr(attention, "planned", None)  # The gather backend has none.
-    if loaded.device.type != "cuda" or planned is None or options.enforce_eager or loaded.state_layers:
+    has_torch_states = bool(loaded.state_layers) and loaded.port.recurrent.backend is None
+    if loaded.device.type != "cuda" or planned is None or options.enforce_eager or has_torch_states:
         return None
     # FlashAttention 3 is faster than the graphs' attention for long prompts.
     has_flash = isinstance(attention, FlashAndTriton)

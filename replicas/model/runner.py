@@ -14,7 +14,7 @@ from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import AttentionBackend, AttentionContext
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.layer_groups import GroupedAttention
-from replicas.model.attention.select_states import choose_states
+from replicas.model.attention.state_torch import TorchStates
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, no_tokens
 from replicas.model.cuda_graphs.graphs import GraphRunner
 from replicas.model.cuda_graphs.padding import StepPadding
@@ -88,9 +88,9 @@ class TorchModelRunner:
         self._loaded = loaded
         self._cache = cache
         self._attention = attention
+        self._states = loaded.port.recurrent.backend or TorchStates
         self.kernels: str = getattr(attention, "kernels", "")
         """Kernels that compute attention."""
-        self._states = choose_states(loaded.state_layers, loaded.dtype, has_kernels=loaded.has_kernels)
         self._graphs = graphs
         self.counts_tokens = counts is not None
         """True if penalties need no token on the host."""

@@ -21,6 +21,7 @@ from replicas.model.attention.layer_groups import grouped_cache
 from replicas.model.attention.probe import probe_attention
 from replicas.model.attention.select import choose_attention
 from replicas.model.attention.state_cache import StateCache
+from replicas.model.attention.state_select import choose_states
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, step_shapes
 from replicas.model.loading.loader import LoadedModel, load_model
@@ -31,6 +32,7 @@ from replicas.model.sampling.sampler import Sampler, SamplingPlanner
 from replicas.model.sampling.token_counts import CountSlots, TokenCounts, penalize_by_definition
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, merge
 from testkit.engine.scripted_constraint import ScriptedCompiler
+from testkit.model.planned_states import PlannedTorchStates
 from testkit.model.tiny_checkpoints import VOCAB_SIZE, tiny_config
 
 MAX_MODEL_LEN = 256
@@ -130,7 +132,12 @@ def make_runner(
         cache.states = StateCache(
             loaded.state_layers, sizes.num_state_slots, sizes.block_size, loaded.dtype, loaded.device
         )
-    shapes = step_shapes(sizes.max_num_seqs, sizes.max_num_batched_tokens, max_mixed)
+    has_states = bool(loaded.state_layers)
+    if has_states and planned is None:
+        loaded.port.recurrent.backend = choose_states(loaded.state_spec(sizes.block_size))
+    elif has_states:
+        loaded.port.recurrent.backend = PlannedTorchStates()
+    shapes = step_shapes(sizes.max_num_seqs, sizes.max_num_batched_tokens, max_mixed, has_states=has_states)
     graphs = None if planned is None else GraphRunner(loaded, cache, planned, shapes)
     counts = None
     if counts_on_device:

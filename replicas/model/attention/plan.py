@@ -1,14 +1,16 @@
-"""Attention plans: the chunks of one forward pass on the device, planned once for all layers."""
+"""Plans of attention and recurrent state: chunks of one forward pass on the device, planned once for all layers."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from replicas.engine.batch import StateMove
 from replicas.model.batch.inputs import Chunk
 from replicas.model.batch.transfers import begin_copy
 
@@ -47,6 +49,48 @@ class AttentionPlan:
 
     decodes: ChunkGroup | None
     prefills: ChunkGroup | None = None
+
+
+MAX_SNAPSHOTS = 3
+"""Most states that one chunk stores beside its last one."""
+STATE_SLOTS = 2 + 2 * MAX_SNAPSHOTS
+"""Numbers of a chunk's slots and snapshots."""
+STATE_FIELDS = 4 + STATE_SLOTS
+"""Numbers of a chunk for recurrent layers, the last one unused."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """Chunks of a forward pass for recurrent layers. A launch depends on the shapes alone, not on the values."""
+
+    chunks: Tensor
+    """[num_chunks, STATE_FIELDS] int32: first row in the flat batch, its position, number of tokens, slot that is read,
+    slot that is written; then up to three ends of blocks whose state is stored too, each with its slot (0: none).
+
+    A chunk of no tokens takes no rows. Rows without a sequence are a chunk from position 0 with the scratch slot. The
+    output of rows that are in no chunk is undefined.
+    """
+    num_decodes: int
+    """Number of chunks, the first ones, that have one token or none."""
+    num_tokens: int
+
+
+def plan_states(chunks: Items[Chunk], device: torch.device) -> StatePlan:
+    """Return the plan of a flat batch. The copies to the device are asynchronous."""
+    ordered = sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+    fields = array("i")
+    for chunk in ordered:
+        fields.extend((chunk.row, chunk.start, chunk.num_tokens, *state_fields(chunk.state)))
+        fields.append(0)
+    num_decodes = sum(chunk.num_tokens == 1 for chunk in chunks)
+    return StatePlan(place(fields, len(chunks), device), num_decodes, sum(chunk.num_tokens for chunk in chunks))
+
+
+def state_fields(state: StateMove) -> tuple[int, ...]:
+    """Return the slots of an item, and its snapshots with zeros for those that it has not."""
+    assert len(state.snapshots) <= MAX_SNAPSHOTS, "an item stores too many states"
+    missing = (0,) * (2 * (MAX_SNAPSHOTS - len(state.snapshots)))
+    return (state.source, state.target, *chain.from_iterable(state.snapshots), *missing)
 
 
 def plan_attention(chunks: Items[Chunk], device: torch.device) -> AttentionPlan:

@@ -127,7 +127,7 @@ class RecurrentPort:
         self.backend: StateBackend | None = None
         """Backend of the states; None: plain torch."""
         self._model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
-        self.mixers = [module for module in model.modules() if _CONVOLUTION in _names_in_forward(module)]
+        self.mixers = [module for module in model.modules() if _CONVOLUTION in names_in_forward(module)]
         for mixer in self.mixers:
             mixer.forward = MethodType(self._forward_of(mixer), mixer)
 
@@ -145,7 +145,7 @@ class RecurrentPort:
     def _forward_of(self, mixer: nn.Module) -> FunctionType:
         """Return a copy of the mixer's `forward` whose functions are those of `MixerFunctions`."""
         forward = inspect.unwrap(type(mixer).forward)
-        names = _names_in_forward(mixer)
+        names = names_in_forward(mixer)
         known = MixerFunctions(self, int(mixer.layer_idx)).by_name()  # type: ignore[arg-type]
         kernels = {name for name in names if hasattr(forward.__globals__.get(name), "__wrapped__")}
         unknown = {name: self._refusal(name) for name in kernels - known.keys() - _UNREACHED}
@@ -272,6 +272,7 @@ def _pad_rows(_: nn.Module, __: object, output: Tensor) -> Tensor:
     return functional.pad(output, (0, 0, 0, -output.shape[1] % _LANES))
 
 
-def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+def names_in_forward(module: nn.Module) -> frozenset[str]:
+    """Return the names of functions and attributes in the `forward` of the module's class."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return () if code is None else code.co_names
+    return frozenset() if code is None else frozenset(code.co_names)

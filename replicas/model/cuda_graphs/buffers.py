@@ -5,12 +5,14 @@ Block tables stay on the device too. Each step sends only the new blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from replicas.model.attention.plan import AttentionPlan, ChunkGroup
+from replicas.model.attention.plan import STATE_FIELDS, AttentionPlan, ChunkGroup, StatePlan
 from replicas.model.batch.inputs import known_ids
 from replicas.model.batch.transfers import DeviceBuffer
 from replicas.model.cuda_graphs.padding import PaddedPlan, StepShape
@@ -25,6 +27,8 @@ class StaticInputs:
     slots: Tensor  # [num_tokens] int64
     logits_rows: Tensor | None  # [num_rows] int64: tokens whose logits are computed; None: all
     plan: AttentionPlan
+    states: StatePlan | None
+    """Plan of recurrent layers; None: the model has none."""
 
 
 class StepBuffers:
@@ -57,10 +61,22 @@ class StepBuffers:
             rows = self._rows[: shape.num_tokens]
             decodes, logits_rows = torch.stack([rows, positions, torch.ones_like(rows), others[0]], dim=1), None
             plan = AttentionPlan(self._group(decodes, shape.num_tokens))
+            of_states = [(decodes, others[1])]
         else:
             logits_rows, decodes, chunks = others[0], others[1].view(-1, 4), others[2].view(-1, 4)
             plan = AttentionPlan(self._group(decodes, shape.num_rows), self._group(chunks, shape.num_tokens))
-        return StaticInputs(input_ids[None], positions[None], slots, logits_rows, plan)
+            of_states = [(decodes, others[3]), (chunks, others[4])]
+        states = _state_plan(of_states, shape) if shape.has_states else None
+        return StaticInputs(input_ids[None], positions[None], slots, logits_rows, plan, states)
 
     def _group(self, chunks: Tensor, num_tokens: int) -> ChunkGroup:
         return ChunkGroup(chunks.int(), self._tables, num_tokens, self._longest)
+
+
+def _state_plan(groups: Items[tuple[Tensor, Tensor]], shape: StepShape) -> StatePlan:
+    """Return the plan of chunks [num_chunks, 4] with the slots of each group, the decodes first."""
+    parts = []
+    for chunks, slots in groups:
+        fields = torch.cat([chunks[:, :3], slots.view(len(chunks), -1)], dim=1)
+        parts.append(functional.pad(fields, (0, STATE_FIELDS - fields.shape[1])))
+    return StatePlan(torch.cat(parts).int(), shape.num_rows, shape.num_tokens)

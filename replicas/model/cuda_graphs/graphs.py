@@ -16,7 +16,9 @@ from torch import Tensor
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionContext
 from replicas.model.attention.kv_cache import KVCache
-from replicas.model.attention.plan import AttentionPlan
+from replicas.model.attention.plan import AttentionPlan, StatePlan
+from replicas.model.attention.recurrent import StateContext
+from replicas.model.attention.state_cache import StateCache
 from replicas.model.batch.transfers import DeviceBuffer
 from replicas.model.cuda_graphs.buffers import StepBuffers
 from replicas.model.cuda_graphs.padding import PaddedPlan, StepShape
@@ -27,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 PlannedAttention = Callable[[KVCache, Tensor, AttentionPlan], AttentionContext]
 """Factory of the attention by a plan whose tensors outlive the pass, from cache, slots [num_tokens] int64 and plan."""
+PlannedStates = Callable[[StateCache, StatePlan], StateContext]
+"""The same for recurrent state."""
 _MEBIBYTE = 2**20
 
 
@@ -58,17 +62,17 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*sizes, max_num_seqs)
 
 
-def step_shapes(max_num_seqs: int, max_num_batched_tokens: int, max_mixed: int = SMALL_MIXED) -> tuple[StepShape, ...]:
+def step_shapes(
+    max_num_seqs: int, max_num_batched_tokens: int, max_mixed: int = SMALL_MIXED, *, has_states: bool = False
+) -> tuple[StepShape, ...]:
     """Return the shapes to capture: those of decodes, then those of steps with prompts, each in order of size.
 
-    `max_mixed` is the number of tokens of the largest step with prompts.
+    `max_mixed` is the number of tokens of the largest step with prompts; `has_states` is true for recurrent layers.
     """
     largest = min(max_num_batched_tokens, max_mixed)
     sizes = [size for size in _MIXED_SIZES if size < largest]
-    return (
-        *(StepShape.decodes(size) for size in bucket_sizes(max_num_seqs)),
-        *(StepShape.mixed(size, max_num_seqs) for size in (*sizes, largest) if size > 1),
-    )
+    mixed = (StepShape.mixed(size, max_num_seqs, has_states=has_states) for size in (*sizes, largest) if size > 1)
+    return (*(StepShape.decodes(size, has_states=has_states) for size in bucket_sizes(max_num_seqs)), *mixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class GraphRunner:
         self._loaded = loaded
         self._cache = cache
         self._attention = attention
+        self._states: PlannedStates | None = getattr(loaded.port.recurrent.backend, "planned", None)
         self.shapes = tuple(shapes)
         self.max_blocks = -(-loaded.max_model_len // cache.block_size)
         """Most blocks of one sequence."""
@@ -165,8 +170,12 @@ class GraphRunner:
     def _compute(self, shape: StepShape) -> StepOutputs:
         inputs = self._buffers.inputs(shape)
         context = self._attention(self._cache, inputs.slots, inputs.plan)
+        states = None
+        if inputs.states is not None:
+            assert self._states is not None and self._cache.states is not None, "the model has recurrent layers"
+            states = self._states(self._cache.states, inputs.states)
         rows = 0 if inputs.logits_rows is None else inputs.logits_rows
-        logits = self._keep(self._loaded.logits(context, inputs.input_ids, inputs.position_ids, rows))
+        logits = self._keep(self._loaded.logits(context, inputs.input_ids, inputs.position_ids, rows, states))
         # In the logits' own type: their order in float32 is the same, and a copy would take twice their memory.
         return StepOutputs(logits, sample_greedy(logits))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
+from replicas.model.attention.plan import STATE_SLOTS, state_fields
 from replicas.model.batch.inputs import FlatBatch, LastRows, flat_slots
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 
@@ -24,16 +25,18 @@ class StepShape:
     """Rows of logits, and most sequences of one token."""
     num_chunks: int
     """Most sequences of several tokens; 0: every token is a decode that samples."""
+    has_states: bool = False
+    """True if the inputs have the slots of recurrent state."""
 
     @classmethod
-    def decodes(cls, num_rows: int) -> StepShape:
+    def decodes(cls, num_rows: int, *, has_states: bool = False) -> StepShape:
         """Return the shape of `num_rows` decodes."""
-        return cls(num_rows, num_rows, 0)
+        return cls(num_rows, num_rows, 0, has_states)
 
     @classmethod
-    def mixed(cls, num_tokens: int, max_num_seqs: int) -> StepShape:
+    def mixed(cls, num_tokens: int, max_num_seqs: int, *, has_states: bool = False) -> StepShape:
         """Return the shape of steps of `num_tokens` tokens of any sequences."""
-        return cls(num_tokens, min(num_tokens, max_num_seqs), min(num_tokens // 2, max_num_seqs))
+        return cls(num_tokens, min(num_tokens, max_num_seqs), min(num_tokens // 2, max_num_seqs), has_states)
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -41,11 +44,14 @@ class StepShape:
 
         The parts are token ids, positions and slots, one for each token, and then for decodes their rows in the block
         tables, for others the rows of the logits, the chunks of one token, and the longer ones. The padding is one more
-        chunk.
+        chunk. With recurrent state follow the slots of each decode, and the slots and snapshots of each longer chunk.
         """
+        slots = 2 * self.num_rows * self.has_states
         if self.num_chunks == 0:
-            return (self.num_tokens,) * 4
-        return (*(self.num_tokens,) * 3, self.num_rows, 4 * self.num_rows, 4 * (self.num_chunks + 1))
+            return (*(self.num_tokens,) * 4, slots)
+        chunks = self.num_chunks + 1
+        longer = STATE_SLOTS * chunks * self.has_states
+        return (*(self.num_tokens,) * 3, self.num_rows, 4 * self.num_rows, 4 * chunks, slots, longer)
 
     @property
     def num_words(self) -> int:
@@ -195,7 +201,10 @@ class StepPadding:
         positions = [item.start for item in items]
         slots = [self._slot(item) for item in items]
         table_rows = self._rows.rows_of(items)
-        return [*ids, *padding], [*positions, *padding], [*slots, *padding], [*table_rows, *(-1 for _ in padding)]
+        states = [slot for item in items for slot in (item.state.source, item.state.target)] if shape.has_states else []
+        states += [0] * (2 * len(padding) * shape.has_states)
+        table_rows += [-1] * len(padding)
+        return [*ids, *padding], [*positions, *padding], [*slots, *padding], table_rows, states
 
     def _mixed(self, items: Items[ScheduledSequence], shape: StepShape, last_rows: LastRows) -> tuple[list[int], ...]:
         """Return the parts of the inputs of any step."""
@@ -204,11 +213,18 @@ class StepPadding:
         num_tokens = len(batch.input_ids)
         decodes: list[int] = []
         chunks: list[int] = []
+        decode_states: list[int] = []
+        chunk_states: list[int] = []
         for row, item, table_row in zip(batch.first_rows, items, self._rows.rows_of(items), strict=True):
             of_kind = decodes if item.num_tokens == 1 else chunks
             of_kind += (row, item.start, item.num_tokens, table_row)
+            if shape.has_states and item.num_tokens == 1:
+                decode_states += (item.state.source, item.state.target)
+            elif shape.has_states:
+                chunk_states += state_fields(item.state)
         chunks += (num_tokens, 0, shape.num_tokens - num_tokens, -1)
-        parts = (batch.input_ids, batch.positions, slots, batch.logits_rows, decodes, chunks)
+        states = (decode_states, chunk_states)
+        parts = (batch.input_ids, batch.positions, slots, batch.logits_rows, decodes, chunks, *states)
         for part, num_words in zip(parts, shape.columns, strict=True):
             part += [0] * (num_words - len(part))  # A chunk of no tokens takes no rows.
         return parts

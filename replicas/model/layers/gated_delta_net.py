@@ -11,13 +11,15 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from replicas.model.attention.recurrent import MixerFunctions, RecurrentPort, by_rows
-from replicas.model.attention.select_states import check_cache, check_steps
 from replicas.model.attention.state_cache import StateLayer
 from replicas.model.attention.state_cpp import CppStates, DeltaParts, can_advance
+from replicas.model.attention.state_select import StateSpec, check_steps
 from replicas.model.attention.state_torch import TorchStates
 from replicas.model.hardware.selfcheck import find_fault, relative_error
 from replicas.model.layers.linear import GroupedLinear, LinearFactory, join_linears, plain_linear
 
+_BLOCK_SIZE = 16
+"""Block size of a check, tokens."""
 _INPUTS = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
@@ -142,9 +144,11 @@ def _errors(original: nn.Module, fast: GatedDeltaNet, port: RecurrentPort) -> It
     """Yield the errors of the replacement in the kernels, beside the original in torch."""
     linear = _input_layers(original)[0]
     dtype = linear.weight.dtype
-    caches = [check_cache(fast.shape, dtype) for _ in range(2)]
+    caches, steps = check_steps(StateSpec([fast.shape], _BLOCK_SIZE, dtype, linear.weight.device))
+    generator = torch.Generator().manual_seed(0)
     try:
-        for inputs, hidden in check_steps(linear.in_features, dtype):
+        for inputs in steps:
+            hidden = torch.randn(inputs.input_ids.shape[1], linear.in_features, generator=generator).to(dtype)
             outputs = []
             for module, states in ((fast, CppStates(caches[0], inputs)), (original, TorchStates(caches[1], inputs))):
                 port.context = states

@@ -16,12 +16,14 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from replicas.errors import ModelLoadError
 from replicas.model.attention.cpp import can_attend
+from replicas.model.attention.fused_gates import fuse_gates
 from replicas.model.attention.interface import AttentionContext, AttentionPort, AttentionSpec
 from replicas.model.attention.kv_cache import AttentionLayer, LayerGroup, is_quantized
 from replicas.model.attention.layer_groups import group_layers
 from replicas.model.attention.probe import dry_forward, probe_attention
 from replicas.model.attention.recurrent import StateContext
 from replicas.model.attention.state_cache import StateLayer
+from replicas.model.attention.state_select import StateSpec
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
@@ -135,6 +137,12 @@ class LoadedModel:
             self.is_batch_invariant,
         )
 
+    def state_spec(self, block_size: int) -> StateSpec:
+        """Return the model's requirements on recurrent state with boundaries every `block_size` tokens."""
+        return StateSpec(
+            self.state_layers, block_size, self.dtype, self.device, self.is_batch_invariant, self.has_kernels
+        )
+
 
 def _default_num_threads() -> int:
     """Return torch's own number of threads, or less within a container that has less processors."""
@@ -166,6 +174,8 @@ def load_model(options: ModelOptions) -> LoadedModel:
     _refuse_options(port, options, device)
     _optimize(model, port, layers, options, has_kernels)
     port.recurrent.pad_gates()
+    if device.type == "cuda":
+        fuse_gates(port.recurrent)
     vocab_size = config.get_text_config(decoder=True).vocab_size
     configured_ids, end_id = _configured_eos_token_ids(model), getattr(tokenizer, "eos_token_id", None)
     eos_token_ids = configured_ids if end_id is None else configured_ids | {end_id}
@@ -189,12 +199,9 @@ def load_model(options: ModelOptions) -> LoadedModel:
 
 
 def _refuse_options(port: AttentionPort, options: ModelOptions, device: torch.device) -> None:
-    """Raise ModelLoadError for options that recurrent layers do not support on a GPU."""
-    if not port.recurrent.layers or device.type == "cpu":
-        return
-    for name in ("compile_layers", "batch_invariant"):
-        if getattr(options, name):
-            raise ModelLoadError(f"{name} is true, which models with recurrent layers do not support on a GPU")
+    """Raise ModelLoadError for an option that recurrent layers do not support on a GPU."""
+    if port.recurrent.layers and device.type != "cpu" and options.compile_layers:
+        raise ModelLoadError("compile_layers is true, which models with recurrent layers do not support on a GPU")
 
 
 def remove_waits(model: PreTrainedModel) -> None:

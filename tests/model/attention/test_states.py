@@ -1,17 +1,18 @@
 """Kernels of recurrent state give the numbers of plain torch, and are replaced by it where they prove wrong."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from replicas.model.attention import select_states
 from replicas.model.attention.cpp import CppAttention
-from replicas.model.attention.recurrent import ConvCall, RuleCall
-from replicas.model.attention.select_states import check_cache, check_steps, choose_states
+from replicas.model.attention.recurrent import RuleCall
 from replicas.model.attention.state_cache import StateLayer
 from replicas.model.attention.state_cpp import CppStates
+from replicas.model.attention.state_select import StateSpec, check_steps, choose_states, state_calls
 from replicas.model.attention.state_torch import TorchStates
 from replicas.model.layers.gated_delta_net import GatedDeltaNet
 from replicas.model.layers.hybrid_decoder import HybridDecoder
@@ -34,30 +35,35 @@ PROMPTS = random_prompts((33, 50, 5))
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 
 
+def spec(layers: Sequence[StateLayer], dtype: torch.dtype, has_kernels: bool = True) -> StateSpec:
+    return StateSpec(layers, 16, dtype, torch.device("cpu"), has_kernels=has_kernels)
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_equal_to_plain_torch(layer: StateLayer, dtype: torch.dtype, num_threads: int) -> None:
-    assert choose_states([layer], dtype, has_kernels=True) is CppStates
-    caches = [check_cache(layer, dtype) for _ in range(2)]
-    weight = torch.randn(layer.num_channels, layer.conv_width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    states = spec([layer], dtype)
+    assert choose_states(states) is CppStates
+    caches, steps = check_steps(states)
     bias = torch.linspace(-1, 1, layer.num_channels).to(dtype)
     with with_threads(num_threads):
-        for inputs, channels in check_steps(layer.num_channels, dtype):
+        for number, inputs in enumerate(steps):
             contexts = [CppStates(caches[0], inputs), TorchStates(caches[1], inputs)]
-            conv = ConvCall(0, channels, weight, bias, has_silu=True)
-            found, expected = (context.convolve(conv).float() for context in contexts)
-            torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
-            for call in select_states._rule_calls(layer, len(channels)):
-                torch.testing.assert_close(*(context.advance(call) for context in contexts), atol=1e-4, rtol=1e-4)
+            conv, rule = state_calls(layer, inputs, dtype, seed=number)
+            ours, others = (context.convolve(replace(conv, bias=bias)).float() for context in contexts)
+            torch.testing.assert_close(ours, others, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+            if rule is not None:
+                ours, others = (context.advance(rule).float() for context in contexts)
+                torch.testing.assert_close(ours, others, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
     ours, others = (cache[0].states[1:] for cache in caches)
     torch.testing.assert_close(ours, others, atol=1e-4, rtol=1e-4)
     assert layer.num_heads == 0 or bool(ours.abs().sum() > 0)
 
 
 def test_unsupported_sizes_and_missing_kernels_use_plain_torch() -> None:
-    assert choose_states([StateLayer(0, 160, 4, 4, 2, 16, 24)], torch.float32, has_kernels=True) is TorchStates
-    assert choose_states([LAYERS["delta rule"]], torch.float32, has_kernels=False) is TorchStates
+    assert choose_states(spec([StateLayer(0, 160, 4, 4, 2, 16, 24)], torch.float32)) is None
+    assert choose_states(spec([LAYERS["delta rule"]], torch.float32, has_kernels=False)) is None
 
 
 def test_wrong_kernels_are_replaced_with_a_warning(
@@ -69,8 +75,8 @@ def test_wrong_kernels_are_replaced_with_a_warning(
         return right(self, call) * 1.01
 
     monkeypatch.setattr(CppStates, "advance", slightly_wrong)
-    assert choose_states(list(LAYERS.values()), torch.float32, has_kernels=True) is TorchStates
-    assert "a recurrent rule" in caplog.text
+    assert choose_states(spec(list(LAYERS.values()), torch.float32)) is None
+    assert "recurrence of" in caplog.text
 
 
 def run(loaded: LoadedModel, states: Any = CppStates) -> list[list[int]]:

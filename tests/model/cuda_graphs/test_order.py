@@ -5,7 +5,7 @@ import itertools
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,12 +13,16 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+from torch import Tensor
 
 from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
 from replicas.model import build
-from replicas.model.attention import triton
+from replicas.model.attention import state_triton, triton
 from replicas.model.attention.kv_cache import bytes_per_block
+from replicas.model.attention.plan import StatePlan
+from replicas.model.attention.state_cache import LayerStates, bytes_per_slot
+from replicas.model.attention.state_triton import TritonStateBackend
 from replicas.model.attention.triton import TritonBackend
 from replicas.model.batch.inputs import dummy_item
 from replicas.model.batch.transfers import DeviceToHostBuffer, begin_copy
@@ -38,6 +42,7 @@ from testkit.engine.single_stream import generate
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import build_engine, load_unoptimized, random_prompts, run
 from testkit.model.paged_cases import attend_by_definition
+from testkit.model.planned_states import PlannedTorchStates
 from testkit.model.recorded_gpu import DEVICE, DeviceTensor, HazardError, RecordedGpu, WaitError
 from tests.model.cuda_graphs.test_steps_ahead import check_same
 
@@ -93,6 +98,40 @@ def plan_late(work: Any, group: Any, tile: Any, window: Any) -> None:
     group.chunks.gpu.launch("plan", run, [chunks], [pieces])
 
 
+@dataclass
+class LateCache:
+    """Cache of one layer, whose tensors are those of the device's memory."""
+
+    layer: LayerStates
+    block_size: int
+    device = torch.device("cpu")
+
+    def __getitem__(self, _: int) -> LayerStates:
+        return self.layer
+
+
+def states_late(layer: Any, plan: StatePlan, call: Any, output: Any, method: str) -> None:
+    """Launch a recurrent layer's convolution or rule by definition."""
+    kept = [getattr(layer, name).memory for name in ("inputs", "states", "keys", "updates", "decays")]
+    given = {name: part.memory for name in type(call).__slots__ if isinstance(part := getattr(call, name), Tensor)}
+    chunks, result = plan.chunks.memory, output.memory
+
+    def run() -> None:
+        cache: Any = LateCache(LayerStates(*kept), kept[2].shape[2])
+        states = PlannedTorchStates().planned(cache, replace(plan, chunks=chunks))
+        result.copy_(getattr(states, method)(replace(call, **given)))
+
+    plan.chunks.gpu.launch(method, run, [chunks, *given.values(), *kept], [*kept, result])  # type: ignore[attr-defined]
+
+
+def convolve_late(layer: Any, plan: StatePlan, chunk_of_row: Any, call: Any, output: Any) -> None:
+    states_late(layer, plan, call, output, "convolve")
+
+
+def advance_late(layer: Any, plan: StatePlan, num_decodes: int, call: Any, output: Any) -> None:
+    states_late(layer, plan, call, output, "advance")
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> RecordedGpu:
     """Return a recorded GPU in place of CUDA, with kernels by definition in place of Triton's."""
@@ -103,14 +142,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> RecordedGpu:
     monkeypatch.setattr(triton, "_plan", plan_late)
     monkeypatch.setattr(triton, "_attend", attend_late)
     monkeypatch.setattr(triton, "_combine", lambda *_: None)
+    monkeypatch.setattr(state_triton, "assign_rows", lambda *_: None)
+    monkeypatch.setattr(state_triton, "convolve", convolve_late)
+    monkeypatch.setattr(state_triton, "advance", advance_late)
+    monkeypatch.setattr(build, "choose_states", lambda spec: TritonStateBackend() if spec.layers else None)
     monkeypatch.setattr(sampler, "has_draw_kernel", lambda _: False)
     monkeypatch.setattr(build, "choose_attention", lambda *_: TritonBackend(132, 90))
     monkeypatch.setattr(build, "token_counts", lambda *sizes: TokenCounts(*sizes, penalize_by_definition))
     return recorded
 
 
-def load() -> LoadedModel:
-    return load_unoptimized(cached_checkpoint("llama", with_tokenizer=False))
+def load(architecture: str = "llama") -> LoadedModel:
+    return load_unoptimized(cached_checkpoint(architecture, with_tokenizer=False))
 
 
 def build_on(gpu: RecordedGpu, loaded: LoadedModel, limits: EngineLimits) -> TorchModelRunner:
@@ -120,17 +163,21 @@ def build_on(gpu: RecordedGpu, loaded: LoadedModel, limits: EngineLimits) -> Tor
             for name, tensor in tensors.items():
                 tensors[name] = None if tensor is None else gpu.to_device(tensor)
     num_layers, block_bytes = len(loaded.layers), bytes_per_block(loaded.layers, limits.block_size, loaded.dtype)
-    gpu.total_bytes = 2 * num_layers * 2**21 + 41 * block_bytes
+    slot_bytes = bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
+    num_slots = 4 * limits.max_num_seqs + 1  # At most half of the memory is for them.
+    gpu.total_bytes = 2 * num_layers * 2**21 + 2 * num_slots * slot_bytes + 41 * block_bytes
     with gpu:
         runner = build_runner(replace(loaded, device=DEVICE), limits, RunnerOptions(gpu_memory_utilization=1.0))
         warm_up(runner, limits)
-    assert runner.num_blocks == 40 and runner._graphs is not None
+    assert runner.num_blocks == 40 or runner.num_state_slots == num_slots - 1
+    assert runner._graphs is not None
     return runner
 
 
 def engine_of(runner: TorchModelRunner, limits: EngineLimits) -> Engine:
     config = EngineConfig(
-        num_blocks=runner.num_blocks, max_model_len=runner.max_model_len, block_size=limits.block_size,
+        num_blocks=runner.num_blocks, max_model_len=runner.max_model_len, num_state_slots=runner.num_state_slots,
+        block_size=limits.block_size,
         max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
         vocab_size=runner.vocab_size, eos_token_ids=frozenset(), async_scheduling=True,
         counts_on_device=runner.counts_tokens,
@@ -191,6 +238,20 @@ def check_random_steps(gpu: RecordedGpu, limits: EngineLimits, num_steps: int, m
 def test_many_random_steps_with_graphs_of_another_thread(gpu: RecordedGpu) -> None:
     limits = EngineLimits(max_num_seqs=10, max_num_batched_tokens=48, block_size=8)
     check_random_steps(gpu, limits, num_steps=200, min_changes=20)
+
+
+def test_the_state_of_recurrent_layers_is_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_measure_on_cuda", lambda *_: MemoryUse(0, 0, 0, gpu.total_bytes))
+    monkeypatch.setattr(build, "dummy_item", lambda start, num_tokens, size: dummy_item(3, min(num_tokens, 9), 8))
+    limits = EngineLimits(max_num_seqs=2, max_num_batched_tokens=20, block_size=8)
+    loaded, plain = load("olmo_hybrid"), load("olmo_hybrid")
+    runner = in_thread(lambda: build_on(gpu, loaded, limits))
+    gpu.replacements()["set_sync_debug_mode"]("error")
+    with gpu:
+        outputs = steps_at_random(engine_of(runner, limits), num_steps=8)
+    expected = run(build_engine(plain), outputs)
+    check_same([replace(output, text="") for output in outputs.values()], [replace(one, text="") for one in expected])
+    assert gpu.replays and {"convolve", "advance"} <= gpu.names
 
 
 async def test_the_engines_thread_captures_and_replays(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ A meta tensor has no values: an operation that needs one on the host fails, as i
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from replicas.model.attention.interface import ATTENTION_NAME, AttentionCall, AttentionPort, register_attention
 from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.probe import probe_shapes
+from replicas.model.attention.recurrent import ConvCall, RuleCall
+from replicas.model.attention.state_cache import StateCache
 from replicas.model.cuda_graphs.graphs import GraphRunner
 from replicas.model.cuda_graphs.padding import StepShape
 from replicas.model.layers import experts
@@ -24,7 +27,7 @@ from replicas.model.layers.experts import ExpertLayer, Routing, replace_experts
 from replicas.model.loading.loader import LoadedModel, remove_waits
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import load
-from testkit.model.tiny_checkpoints import ARCHITECTURES, VOCAB_SIZE, tiny_config
+from testkit.model.tiny_checkpoints import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, tiny_config
 
 EXPERTS = {
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss-window", "deepseek_v2", "deepseek_v3", "gemma4_text-experts",
@@ -50,6 +53,21 @@ class NoAttention:
     def attend(self, call: AttentionCall) -> Tensor:
         num_tokens, num_heads, _ = call.query.shape
         return call.value.new_zeros(num_tokens, num_heads, call.value.shape[2])
+
+
+class NoStates:
+    """Recurrent layers of the right shape, as a backend and as its contexts."""
+
+    def __call__(self, *_: object) -> Self:
+        return self
+
+    planned = __call__
+
+    def convolve(self, call: ConvCall) -> Tensor:
+        return torch.empty(call.inputs.shape, dtype=call.inputs.dtype, device=META)
+
+    def advance(self, call: RuleCall) -> Tensor:
+        return call.query.new_empty(call.value.shape)
 
 
 class Recorder(TorchDispatchMode):
@@ -83,8 +101,12 @@ def recorded() -> Iterator[Recorder]:
 
 def decode(model: PreTrainedModel, loaded: LoadedModel) -> None:
     cache = KVCache(loaded.layers, 2, 16, loaded.dtype, loaded.device)
-    for shape in (StepShape.decodes(NUM_ROWS), StepShape.mixed(2 * NUM_ROWS, NUM_ROWS)):
-        GraphRunner(loaded, cache, NoAttention, (StepShape.decodes(NUM_ROWS), shape))._compute(shape)
+    has_states = bool(loaded.state_layers)
+    if has_states:
+        cache.states = StateCache(loaded.state_layers, 2, 16, loaded.dtype, loaded.device)
+    decodes = StepShape.decodes(NUM_ROWS, has_states=has_states)
+    for shape in (decodes, StepShape.mixed(2 * NUM_ROWS, NUM_ROWS, has_states=has_states)):
+        GraphRunner(loaded, cache, NoAttention, (decodes, shape))._compute(shape)
 
 
 def launch_alone(inputs: Tensor, layer: ExpertLayer, routing: Routing, *, is_first: bool) -> Tensor:
@@ -101,7 +123,11 @@ def run_on_meta(config: PretrainedConfig, *, has_expert_kernel: bool = False) ->
     remove_waits(model.eval())
     if has_expert_kernel:
         assert replace_experts(model, launch_alone) is None
-    loaded = LoadedModel("", model, AttentionPort(model), (), None, 256, VOCAB_SIZE, frozenset(), dtype, META)
+    port = AttentionPort(model)
+    if port.recurrent.mixers:
+        probe_shapes(model, port)
+        port.recurrent.backend = NoStates()
+    loaded = LoadedModel("", model, port, (), None, 256, VOCAB_SIZE, frozenset(), dtype, META)
     decode(model, loaded)
     with recorded() as recorder:
         decode(model, loaded)
@@ -113,6 +139,12 @@ def test_no_decode_waits_for_the_device(architecture: str) -> None:
     recorder = run_on_meta(tiny_config(architecture))
     assert bool(recorder.waiting() or recorder.transfers) == (architecture in WITHOUT_GRAPHS)
     assert (recorder.calls["_grouped_mm"] > 0) == (architecture in EXPERTS)
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_no_decode_of_a_hybrid_waits_for_the_device(architecture: str) -> None:
+    recorder = run_on_meta(tiny_config(architecture))
+    assert not recorder.waiting() and not recorder.transfers
 
 
 @pytest.mark.parametrize("architecture", sorted(EXPERTS))

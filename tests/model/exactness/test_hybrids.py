@@ -4,7 +4,7 @@ Their states must survive chunks, neighbours, hits, preemptions and repeated ste
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -29,6 +29,7 @@ from testkit.model.engine_runs import (
     run,
     tokens,
 )
+from testkit.model.planned_gather import PlannedGather
 from testkit.model.tiny_checkpoints import HYBRIDS
 
 NUM_TOKENS = 64
@@ -138,6 +139,18 @@ def test_hits_and_steps_ahead_that_fail_change_no_token(architecture: str) -> No
     for results in (cold, warm):
         assert [list(result.token_ids) for result in results] == [output[:40] for output in expected]
     assert failing.num_failed > 5
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [name if name == "qwen3_5_text-16" else pytest.param(name, marks=pytest.mark.deep) for name in HYBRIDS],
+)
+def test_padded_steps_ahead_change_no_token(architecture: str) -> None:
+    expected = cached_reference(architecture, PROMPTS, NUM_TOKENS)
+    loaded = load(cached_checkpoint(architecture))
+    engine = build_engine(loaded, TIGHT, planned=PlannedGather, is_ahead=True)
+    for params in (GREEDY, replace(GREEDY, prompt_logprobs=1)):
+        assert tokens(engine, PROMPTS, params) == expected
 
 
 @pytest.mark.usefixtures("kernels")
