@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from replicas.model.attention import gated_delta_net
+from replicas.model.attention import fused_gates
 from replicas.model.attention.fused_gates import fuse_gates
 from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint, cached_reference
@@ -30,7 +30,7 @@ def test_layers_of_another_form_stay(architecture: str, number: int) -> None:
 def test_a_layer_with_other_numbers_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     recurrent = load(cached_checkpoint("qwen3_5_text-16")).port.recurrent
     before = [mixer.forward for mixer in recurrent.mixers]
-    monkeypatch.setattr(gated_delta_net, "mix", lambda _, __, hidden_states: torch.zeros_like(hidden_states))
+    monkeypatch.setattr(fused_gates, "mix", lambda _, __, hidden_states: torch.zeros_like(hidden_states))
     assert fuse_gates(recurrent) == 0
     assert [mixer.forward for mixer in recurrent.mixers] == before
     assert "the gates of recurrent layers are computed apart: a gated delta net" in caplog.text
