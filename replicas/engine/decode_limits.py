@@ -178,10 +178,10 @@ class DecodeLimits:
             return
         if len(batch.decoding_bands) == 1 and not batch.num_held:  # The usual case.
             controller = self._controllers.get(batch.decoding_bands[0])
-            if controller is not None and batch.num_tokens == len(batch.items):
-                controller.refer(_gap_s(step, batch.items[0].sequence))
+            if controller is not None and batch.num_tokens == len(batch):
+                controller.refer(_gap_s(step, batch.columns.sequences[0]))
             return
-        decodes = [item.sequence for item in batch.items if item.sequence.phases.phase is Phase.DECODE]
+        decodes = [sequence for sequence in batch.columns.sequences if sequence.phases.phase is Phase.DECODE]
         for band, controller in self._controllers.items():
             gaps_s = [_gap_s(step, sequence) for sequence in decodes if sequence.band is band]
             num_less_urgent = sum(sequence.effective_band > band for sequence in decodes)

@@ -126,6 +126,35 @@ class OutputProcessor:
         new_token_ids = tuple(sequence.token_ids[-1 - sequence.num_forced_tokens :])
         return self._delta(new_token_ids, text, stop, logprobs, prompt_logprobs)
 
+    def continued(self, token_id: int, num_output_tokens: int, work_tokens: int, device_s: float) -> TokenDelta:
+        """Return the delta of a token that was appended and does not end the sequence, which has text alone.
+
+        The other arguments are the sequence's present numbers.
+
+        Raises:
+            SequenceFailed: the token cannot be decoded.
+        """
+        sequence = self.sequence
+        try:
+            text = self._detokenizer.push(token_id, may_stop=True)
+        except Exception as error:  # A tokenizer may raise anything; only this sequence fails.
+            raise _undecodable(error) from error
+        num_cached_tokens = sequence.num_cached_tokens or 0
+        return TokenDelta(
+            sequence.request_id,
+            num_output_tokens - 1,
+            (token_id,),
+            text,
+            Usage(
+                sequence.num_prompt_tokens,
+                num_output_tokens,
+                num_cached_tokens,
+                work_tokens,
+                sequence.recomputed_tokens,
+                device_s,
+            ),
+        )
+
     def fail(self, error: ServingError) -> TokenDelta:
         """Return the last delta of a sequence that cannot go on."""
         return replace(self._delta((), "", Stop(FinishReason.ERROR)), error=error)

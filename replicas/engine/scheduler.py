@@ -6,11 +6,25 @@ from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator
 from operator import attrgetter
 
-from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+import numpy as np
+
+from replicas.engine.batch import BatchColumns, ScheduledBatch, ScheduledSequence, StepResults
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig, KVPressurePolicy
 from replicas.engine.decode_limits import DecodeLimits
-from replicas.engine.sequence import Phase, Sequence, SequenceStatus
+from replicas.engine.sequence import (
+    FORCED,
+    KNOWN,
+    MAX_OUTPUT,
+    MAX_PENDING_TOKENS,
+    PENDING,
+    PROMPT,
+    TABLE_BLOCKS,
+    Phase,
+    Sequence,
+    SequenceStatus,
+)
+from replicas.engine.sequence_table import RunningLoad, SequenceTable
 from replicas.engine.step_plan import LatencyController, StepPlan
 from replicas.engine.tenant_slots import TenantBlocks, TenantSlots
 from replicas.engine.waiting_queue import WaitingQueue
@@ -60,6 +74,7 @@ class Scheduler:
         self.blocks = blocks
         self.waiting = WaitingQueue(config.max_num_batched_tokens)
         """Queue of the sequences without a slot; callers only read it."""
+        self.table = SequenceTable(config.num_slots)
         self.running: list[Sequence] = []
         """Sequences with a slot, most urgent first; callers only read the list."""
         # Time at which each band last got tokens, or began to wait if that is later.
@@ -89,6 +104,7 @@ class Scheduler:
             self.running.remove(sequence)
             self._slots.give_back(sequence)
             self.blocks.free(sequence)
+            self.table.leave(sequence)
         elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
@@ -101,7 +117,7 @@ class Scheduler:
         self._grow_running()
         held = self.decodes.hold(self.running)
         self.num_held = len(held)
-        plan = StepPlan(self._config, self.running, held)
+        plan = StepPlan(self._config, self.table, self.running, held)
         for band in plan.decoding_bands:
             self._served_s[band] = now
         for band in BANDS[: self.decodes.least_urgent_band + 1]:
@@ -111,13 +127,40 @@ class Scheduler:
 
     def is_saturated(self, batch: ScheduledBatch) -> bool:
         """Return True if `batch`, which was scheduled last, has as much work as the limits allow."""
-        if len(batch.items) == 1 and batch.items[0].sequence.request.is_isolated:
+        if len(batch) == 1 and batch.columns.sequences[0].request.is_isolated:
             return False
         return (
             len(self.waiting) > 0
             or len(self.running) == self._config.num_slots
             or batch.num_tokens == self._config.max_num_batched_tokens
         )
+
+    def launched(self, batch: ScheduledBatch) -> None:
+        """Note that a step was launched."""
+        self.table.launched(batch.columns)
+
+    def uneventful(self, columns: BatchColumns, results: StepResults) -> np.ndarray:
+        """Return for each item [num_items] bool whether its sequence gets a token, goes on, and changes no block.
+
+        It has no constraint, log probabilities or stop strings, and the token is no stop token of any sequence.
+        """
+        table, rows, token_ids = self.table, columns.rows, results.token_ids
+        if self.blocks.states.num_slots:
+            return np.zeros(len(rows), bool)
+        numbers = table.numbers
+        is_uneventful = table.has(columns) & table.has_text_alone[rows] & columns.samples & (columns.num_tokens == 1)
+        is_uneventful &= numbers[KNOWN, rows] + 1 - numbers[PROMPT, rows] < numbers[MAX_OUTPUT, rows]
+        is_uneventful &= numbers[PENDING, rows] < MAX_PENDING_TOKENS
+        is_uneventful &= ~self.blocks.changes_at(columns.starts + 1)
+        stop_tokens = [*self._config.eos_token_ids, *table.stop_tokens]
+        if stop_tokens:
+            is_uneventful &= ~np.isin(token_ids, stop_tokens)
+        is_uneventful[list(results.others)] = False
+        return is_uneventful
+
+    def load(self) -> RunningLoad:
+        """Return the present load of the running sequences."""
+        return self.table.load()
 
     def computed(self, item: ScheduledSequence) -> None:
         """Note that the tokens that a step computed of a sequence have been collected."""
@@ -147,7 +190,8 @@ class Scheduler:
         assert self.running == sorted(self.running, key=_urgency)
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING
-            assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
+            assert 0 <= sequence.num_computed_tokens < sequence.num_known_tokens
+            assert sequence.num_table_blocks == len(sequence.block_table)
             assert sequence.num_in_flight_tokens >= 0 and sequence.num_placeholder_tokens >= 0
             assert sequence.num_scheduled_tokens <= sequence.num_tokens
             assert sequence.num_held_steps <= self.decodes.max_held_steps
@@ -155,6 +199,7 @@ class Scheduler:
         for sequence in self.waiting.sequences():
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.block_table and sequence.num_scheduled_tokens == 0
+        self.table.check_invariants(self.running)
         self.waiting.check_invariants()
         self._slots.check_invariants(self.running)
         self.blocks.check_invariants(self.running)
@@ -164,17 +209,22 @@ class Scheduler:
 
     def _promote_starved(self, now: float) -> None:
         for band in list(Band)[1:]:
-            if self._wants_prefill(band) and now - self._served_s[band] >= self._config.promote_after_s:
+            if now - self._served_s[band] >= self._config.promote_after_s and self._wants_prefill(band):
                 self._promote(band)
                 self._served_s[band] = now
 
     def _wants_prefill(self, band: Band) -> bool:
-        return self.waiting.num_by_band[band] > 0 or any(
-            sequence.band is band and sequence.is_prefilling for sequence in self.running
-        )
+        return self.waiting.num_by_band[band] > 0 or any(sequence.band is band for sequence in self._prefilling())
+
+    def _prefilling(self) -> list[Sequence]:
+        """Return the running sequences that miss more than their newest tokens, most urgent first."""
+        table, rows = self.table, self.table.rows(self.running)
+        num_missing = (table.num_tokens - table.num_scheduled_tokens)[rows]
+        indices = np.flatnonzero(num_missing > 1 + table.numbers[FORCED][rows]).tolist()
+        return [self.running[index] for index in indices]
 
     def _promote(self, band: Band) -> None:
-        running = [s for s in self.running if s.effective_band is band and s.is_prefilling]
+        running = [sequence for sequence in self._prefilling() if sequence.effective_band is band]
         sequence = running[0] if running else self.waiting.head(band, with_long=True)
         if sequence is None:
             return  # All candidates are promoted already.
@@ -184,16 +234,16 @@ class Scheduler:
             sequence.is_promoted = True
             self._slots.take(sequence)
             self.running.sort(key=_urgency)
+            self.table.promoted(sequence)
         else:
             self.waiting.remove(sequence)
             sequence.is_promoted = True
             self.waiting.add(sequence)
 
     def _grow_running(self) -> None:
-        block_size = self._config.block_size
-        for sequence in self.running.copy():
-            if sequence.num_tokens <= len(sequence.block_table) * block_size:
-                continue  # The usual case, checked here since this runs for every sequence in every step.
+        table, rows = self.table, self.table.rows(self.running)
+        lacks_room = table.num_tokens > table.numbers[TABLE_BLOCKS] * self._config.block_size
+        for sequence in [self.running[index] for index in np.flatnonzero(lacks_room[rows]).tolist()]:
             while sequence.status is SequenceStatus.RUNNING:
                 if self.blocks.can_grow(sequence, sequence.num_tokens):
                     self.blocks.grow(sequence, sequence.num_tokens)
@@ -301,6 +351,7 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         sequence.phases.enter(Phase.PREFILL, self._now_s)
         insort(self.running, sequence, key=_urgency)
+        self.table.enter(sequence)
         self._slots.take(sequence)
 
     def _could_fit(self, sequence: Sequence) -> bool:
@@ -382,5 +433,6 @@ class Scheduler:
         sequence.num_preemptions += 1
         sequence.is_fairness_preempted = False
         self.num_preemptions += 1
+        self.table.leave(sequence)
         self.waiting.add(sequence)
         return sequence

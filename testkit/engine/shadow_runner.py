@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from replicas.engine.batch import IncrementalDecoder, ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import IncrementalDecoder, ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence, StepResults
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence, SequenceStatus
@@ -196,9 +196,9 @@ class ShadowStep:
             self._runner.sampled(self._batch, self._results)
             self._is_sampled = True
 
-    def collect(self) -> list[ItemResult]:
+    def collect(self) -> StepResults:
         assert self._is_sampled
-        return self._results
+        return StepResults.of(self._results)
 
     def _fitting(self, item: ScheduledSequence, result: ItemResult) -> ItemResult:
         sequence, constraint = item.sequence, item.sequence.constraint
