@@ -21,12 +21,13 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from bench.record import percentile, write
-from replicas.engine.batch import ItemResult, ScheduledBatch
+from replicas.engine.batch import ScheduledBatch, StepResults
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.output_processor import DecoderFactory
@@ -39,7 +40,6 @@ from replicas.model.sampling.sampler import PendingTokens
 from replicas.protocol import Band, FinishReason, GenerateRequest, SamplingParams, TokenDelta, Usage
 from replicas.text.tokenizer_files import load_tokenizer
 from testkit.engine.shadow_runner import IDENTITY, decoders
-from testkit.engine.timed_runner import FinishedStep
 
 NUM_RUNNING, NUM_WAITING, PROMISE_MS = 256, 2000, 2.0
 _SIZES = (
@@ -54,17 +54,30 @@ _LONG_OUTPUT, _SHORT_OUTPUT = 100_000, 20
 _STOPS, _MOST_TOKENS = frozenset({0}), 10**6
 
 
+@dataclass(frozen=True, slots=True)
+class FreeStep:
+    """Step with its results already present."""
+
+    results: StepResults
+
+    def sample(self) -> None:
+        """Do nothing: the results are known."""
+
+    def collect(self) -> StepResults:
+        """Return the results."""
+        return self.results
+
+
 @dataclass(slots=True)
 class FreeRunner:
     """Runner without a device; its own CPU time is counted separately."""
 
     spent_s: float = 0.0
 
-    def launch(self, batch: ScheduledBatch) -> FinishedStep:
+    def launch(self, batch: ScheduledBatch) -> FreeStep:
         """Return the same token for every sampled item."""
         started_s = time.thread_time()
-        sampled, nothing = ItemResult(token_id=7), ItemResult()
-        step = FinishedStep([sampled if item.samples else nothing for item in batch.items])
+        step = FreeStep(StepResults(np.where(batch.columns.samples, 7, -1), {}))
         self.spent_s += time.thread_time() - started_s
         return step
 
@@ -80,7 +93,7 @@ class PlannedOnly:
     def sample(self) -> None:
         """Do nothing: the tokens are known."""
 
-    def collect(self) -> Any:
+    def collect(self) -> StepResults:
         """Read the tokens as those of a device are read."""
         return self.planned.read(self.tokens, [], self.to_host)
 

@@ -97,7 +97,7 @@ class BatchColumns:
     num_tokens: np.ndarray
     samples: np.ndarray
     newest_tokens: np.ndarray
-    """Newest known token of each sequence; -1 if the item's last token is a placeholder."""
+    """Last token of each item that samples; -1 if it is a placeholder."""
     num_recomputed_tokens: np.ndarray
     preemptions: np.ndarray
     num_table_blocks: np.ndarray
@@ -105,7 +105,7 @@ class BatchColumns:
     num_decodes: int
     """Number of the first items whose sequences have been in earlier steps, and miss their newest tokens alone."""
     special: list[int]
-    """Items whose sequences have a constraint, penalties or bad words."""
+    """Items whose sequences ask for more than text by temperature, top-p, top-k and min-p."""
     states: tuple[StateMove, ...] | None = None
     """State slots of the items; None: the model has no recurrent state."""
 
@@ -123,13 +123,36 @@ class BatchColumns:
             np.array([item.start for item in items], np.int64),
             np.array([item.num_tokens for item in items], np.int64),
             np.array([item.samples for item in items], bool),
-            np.array([s.token_ids[-1] if i.end <= s.num_known_tokens else -1 for i, s in zip(items, sequences, strict=True)], np.int64),
+            np.array([_last_token(item) for item in items], np.int64),
             np.array([item.num_recomputed_tokens for item in items], np.int64),
             np.array([item.preemption for item in items], np.int64),
             np.array([len(sequence.block_table) for sequence in sequences], np.int64),
             0,
             [index for index, sequence in enumerate(sequences) if sequence.is_special],
             tuple(item.state for item in items),
+        )
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Positions after the items' last ones."""
+        return self.starts + self.num_tokens
+
+    def take(self, indices: Items[int] | np.ndarray) -> BatchColumns:
+        """Return the items at `indices`, those that decode first."""
+        taken = np.asarray(indices, np.int64)
+        if len(taken) == len(self.sequences) and not np.count_nonzero(taken != np.arange(len(taken))):
+            return self
+        sequences = [self.sequences[index] for index in taken.tolist()]
+        columns = (
+            self.rows, self.admissions, self.starts, self.num_tokens, self.samples, self.newest_tokens,
+            self.num_recomputed_tokens, self.preemptions, self.num_table_blocks,
+        )  # fmt: skip
+        return BatchColumns(
+            sequences,
+            *(column[taken] for column in columns),
+            int(np.count_nonzero(taken < self.num_decodes)),
+            [index for index, sequence in enumerate(sequences) if sequence.is_special] if self.special else [],
+            None if self.states is None else tuple(self.states[index] for index in taken.tolist()),
         )
 
     def item(self, index: int) -> ScheduledSequence:
@@ -143,6 +166,11 @@ class BatchColumns:
             self.preemptions.item(index),
             SCRATCH_STATE if self.states is None else self.states[index],
         )
+
+
+def _last_token(item: ScheduledSequence) -> int:
+    sequence = item.sequence
+    return sequence.token_ids[item.end - 1] if item.end <= sequence.num_known_tokens else -1
 
 
 class ScheduledBatch:

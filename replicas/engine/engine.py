@@ -15,7 +15,7 @@ from replicas.engine.constraint import Constraint
 from replicas.engine.output_processor import DecoderFactory, OutputProcessor
 from replicas.engine.pipeline import Pipeline
 from replicas.engine.scheduler import Scheduler
-from replicas.engine.sequence import DEVICE_S, KNOWN, PROMPT, WORK, Phase, Sequence, SequenceStatus
+from replicas.engine.sequence import DEVICE_S, KNOWN, PROMPT, WORK, Sequence, SequenceStatus
 from replicas.engine.stats import START_TIME, EngineStats, gauge
 from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
 from replicas.protocol import (
@@ -259,8 +259,8 @@ class Engine:
         columns, now = step.computed.columns, step.collected_s
         is_uneventful = self._scheduler.uneventful(columns, step.results)
         deltas: list[TokenDelta | None] = [None] * len(columns.sequences)
-        faults = self._continue(step, np.flatnonzero(is_uneventful), deltas)
-        for index in sorted([*np.flatnonzero(~is_uneventful).tolist(), *faults]):
+        faults = self._continue(step, is_uneventful.nonzero()[0], deltas)
+        for index in sorted([*(~is_uneventful).nonzero()[0].tolist(), *faults]):
             item = columns.item(index)
             if index in faults:
                 item.sequence.undo_append()
@@ -302,8 +302,6 @@ class Engine:
         delta = processor.advance(item, result)
         if item.samples and delta is not None:
             self._stats.produced(sequence, now, len(delta.token_ids))
-            if sequence.row is not None and sequence.has_text_alone and sequence.phases.phase is Phase.DECODE:
-                self._scheduler.table.has_text_alone[sequence.row] = True
         return delta
 
     def _complete(self, sequence: Sequence, delta: TokenDelta, now: float) -> TokenDelta:

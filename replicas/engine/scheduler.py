@@ -13,18 +13,17 @@ from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig, KVPressurePolicy
 from replicas.engine.decode_limits import DecodeLimits
 from replicas.engine.sequence import (
-    FORCED,
+    DECODES,
     KNOWN,
     MAX_OUTPUT,
     MAX_PENDING_TOKENS,
     PENDING,
     PROMPT,
-    TABLE_BLOCKS,
     Phase,
     Sequence,
     SequenceStatus,
 )
-from replicas.engine.sequence_table import RunningLoad, SequenceTable
+from replicas.engine.sequence_table import Lag, RunningLoad, SequenceTable
 from replicas.engine.step_plan import LatencyController, StepPlan
 from replicas.engine.tenant_slots import TenantBlocks, TenantSlots
 from replicas.engine.waiting_queue import WaitingQueue
@@ -72,15 +71,15 @@ class Scheduler:
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
         self._config = config
         self.blocks = blocks
+        self.table = SequenceTable(config.num_slots)
         self.waiting = WaitingQueue(config.max_num_batched_tokens)
         """Queue of the sequences without a slot; callers only read it."""
-        self.table = SequenceTable(config.num_slots)
         self.running: list[Sequence] = []
         """Sequences with a slot, most urgent first; callers only read the list."""
         # Time at which each band last got tokens, or began to wait if that is later.
         self._served_s = dict.fromkeys(Band, 0.0)
         self.latency = LatencyController(config)
-        self.decodes = DecodeLimits(config)
+        self.decodes = DecodeLimits(config, self.table)
         self.num_held = 0
         """Number of decodes that the last step left out."""
         self._slots = TenantSlots(config.num_slots)
@@ -94,7 +93,7 @@ class Scheduler:
     def add(self, sequence: Sequence, now: float) -> None:
         """Add a new sequence to the waiting queue."""
         sequence.phases.begin(now)
-        if not self._wants_prefill(sequence.band):
+        if not self._wants_prefill(sequence.band, self._prefilling(self._lag())):
             self._served_s[sequence.band] = max(self._served_s[sequence.band], min(now, sequence.arrival_s))
         self.waiting.add(sequence)
 
@@ -113,14 +112,18 @@ class Scheduler:
         """Schedule the next step; return None if no sequence has tokens to compute."""
         self._num_steps += 1
         self._now_s = now
-        self._promote_starved(now)
-        self._grow_running()
-        held = self.decodes.hold(self.running)
+        lag = self._lag()
+        if self._promote_starved(lag, now):
+            lag = self._lag()
+        if self._grow_running(lag):
+            lag = self._lag()
+        held = self.decodes.hold(self.running, lag)
         self.num_held = len(held)
-        plan = StepPlan(self._config, self.table, self.running, held)
+        plan = StepPlan(self._config, self.table, self.running, lag, held)
         for band in plan.decoding_bands:
             self._served_s[band] = now
-        for band in BANDS[: self.decodes.least_urgent_band + 1]:
+        has_prefills = plan.has_prefilling or len(self.waiting) > 0
+        for band in BANDS[: self.decodes.least_urgent_band + 1] if has_prefills else ():
             plan.limit(self.latency.num_tokens(plan.num_decode_tokens, self._is_more_urgent_than_running(band)))
             self._schedule_prefills(plan, band, now)
         return plan.batch(self.blocks.states)
@@ -149,6 +152,7 @@ class Scheduler:
             return np.zeros(len(rows), bool)
         numbers = table.numbers
         is_uneventful = table.has(columns) & table.has_text_alone[rows] & columns.samples & (columns.num_tokens == 1)
+        is_uneventful &= numbers[DECODES, rows] > 0
         is_uneventful &= numbers[KNOWN, rows] + 1 - numbers[PROMPT, rows] < numbers[MAX_OUTPUT, rows]
         is_uneventful &= numbers[PENDING, rows] < MAX_PENDING_TOKENS
         is_uneventful &= ~self.blocks.changes_at(columns.starts + 1)
@@ -207,24 +211,30 @@ class Scheduler:
     def _is_more_urgent_than_running(self, band: Band) -> bool:
         return bool(self.running) and band < self.running[-1].effective_band
 
-    def _promote_starved(self, now: float) -> None:
-        for band in list(Band)[1:]:
-            if now - self._served_s[band] >= self._config.promote_after_s and self._wants_prefill(band):
-                self._promote(band)
-                self._served_s[band] = now
+    def _promote_starved(self, lag: Lag, now: float) -> bool:
+        """Promote a sequence of each band that has starved; return True if there is one."""
+        prefilling = self._prefilling(lag)
+        starved = [
+            band
+            for band in BANDS[1:]
+            if now - self._served_s[band] >= self._config.promote_after_s and self._wants_prefill(band, prefilling)
+        ]
+        for band in starved:
+            self._promote(band, prefilling)
+            self._served_s[band] = now
+        return bool(starved)
 
-    def _wants_prefill(self, band: Band) -> bool:
-        return self.waiting.num_by_band[band] > 0 or any(sequence.band is band for sequence in self._prefilling())
+    def _lag(self) -> Lag:
+        return self.table.lag(self.running, self._config.block_size)
 
-    def _prefilling(self) -> list[Sequence]:
-        """Return the running sequences that miss more than their newest tokens, most urgent first."""
-        table, rows = self.table, self.table.rows(self.running)
-        num_missing = (table.num_tokens - table.num_scheduled_tokens)[rows]
-        indices = np.flatnonzero(num_missing > 1 + table.numbers[FORCED][rows]).tolist()
-        return [self.running[index] for index in indices]
+    def _prefilling(self, lag: Lag) -> list[Sequence]:
+        return [self.running[index] for index in lag.is_prefilling.nonzero()[0].tolist()]
 
-    def _promote(self, band: Band) -> None:
-        running = [sequence for sequence in self._prefilling() if sequence.effective_band is band]
+    def _wants_prefill(self, band: Band, prefilling: list[Sequence]) -> bool:
+        return self.waiting.num_by_band[band] > 0 or any(sequence.band is band for sequence in prefilling)
+
+    def _promote(self, band: Band, prefilling: list[Sequence]) -> None:
+        running = [sequence for sequence in prefilling if sequence.effective_band is band]
         sequence = running[0] if running else self.waiting.head(band, with_long=True)
         if sequence is None:
             return  # All candidates are promoted already.
@@ -240,15 +250,16 @@ class Scheduler:
             sequence.is_promoted = True
             self.waiting.add(sequence)
 
-    def _grow_running(self) -> None:
-        table, rows = self.table, self.table.rows(self.running)
-        lacks_room = table.num_tokens > table.numbers[TABLE_BLOCKS] * self._config.block_size
-        for sequence in [self.running[index] for index in np.flatnonzero(lacks_room[rows]).tolist()]:
+    def _grow_running(self, lag: Lag) -> bool:
+        """Give blocks to the sequences that lack room; return True if some sequence was preempted for them."""
+        num_preemptions = self.num_preemptions
+        for sequence in [self.running[index] for index in lag.lacks_room.nonzero()[0].tolist()]:
             while sequence.status is SequenceStatus.RUNNING:
                 if self.blocks.can_grow(sequence, sequence.num_tokens):
                     self.blocks.grow(sequence, sequence.num_tokens)
                     break
                 self._preempt(self._first_to_preempt())
+        return self.num_preemptions > num_preemptions
 
     def _first_to_preempt(self) -> Sequence:
         """Return the sequence of the least urgent band whose blocks running ones get."""
@@ -349,7 +360,7 @@ class Scheduler:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         sequence.status = SequenceStatus.RUNNING
-        sequence.phases.enter(Phase.PREFILL, self._now_s)
+        sequence.enter_phase(Phase.PREFILL, self._now_s)
         insort(self.running, sequence, key=_urgency)
         self.table.enter(sequence)
         self._slots.take(sequence)
@@ -429,7 +440,7 @@ class Scheduler:
         sequence.num_preempted_tokens = max(sequence.num_preempted_tokens, sequence.num_scheduled_tokens)
         self.blocks.free(sequence)
         sequence.status = SequenceStatus.WAITING
-        sequence.phases.enter(Phase.PREEMPTED, self._now_s)
+        sequence.enter_phase(Phase.PREEMPTED, self._now_s)
         sequence.num_preemptions += 1
         sequence.is_fairness_preempted = False
         self.num_preemptions += 1

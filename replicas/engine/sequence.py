@@ -86,8 +86,8 @@ class PhaseTimes:
 
 (
     KNOWN, PENDING, PLACEHOLDERS, FORCED, COMPUTED, IN_FLIGHT, PREEMPTED, MAX_COMPUTED, PROMPT, MAX_OUTPUT, EXPECTED_OUTPUT,
-    TABLE_BLOCKS, BLOCKS, NEWEST_TOKEN, HELD_STEPS, PREEMPTIONS, WORK, BAND, EFFECTIVE_BAND, NUM_NUMBERS,
-) = range(20)  # fmt: skip
+    TABLE_BLOCKS, BLOCKS, NEWEST_TOKEN, HELD_STEPS, PREEMPTIONS, WORK, BAND, EFFECTIVE_BAND, DECODES, NUM_NUMBERS,
+) = range(21)  # fmt: skip
 """Indices of the numbers of a sequence: token counts, unless their names say otherwise."""
 DEVICE_S, LAST_TOKEN_S, NUM_TIMES = range(3)
 """Indices of the times of a sequence, seconds."""
@@ -169,8 +169,13 @@ class Sequence:
         """True if counts of the earlier tokens change the probabilities of the next one."""
         self.has_bad_phrases = any(len(word) > 1 for word in params.bad_words)
         """True if the earlier tokens in their order forbid some next ones."""
-        self.is_special = constraint is not None or self.has_penalties or self.has_bad_phrases
-        """True if the next token depends on more of the earlier ones than their keys and values."""
+        self.is_special = (
+            constraint is not None
+            or self.has_penalties
+            or any(map(bool, (params.bad_words, params.logit_bias, params.min_tokens, params.allowed_token_ids)))
+            or params.logprobs is not None
+        )
+        """True if sampling needs more than temperature, top-p, top-k and min-p."""
         self.has_text_alone = constraint is None and params.logprobs is None and not params.stop
         """True if an output token changes nothing but the numbers and the text, unless it ends the sequence."""
         self.block_table: list[int] = []
@@ -367,6 +372,11 @@ class Sequence:
         numbers[MAX_COMPUTED], numbers[PROMPT] = self._max_computed_tokens, self.num_prompt_tokens
         numbers[MAX_OUTPUT], numbers[EXPECTED_OUTPUT] = request.params.max_tokens, self.num_expected_output_tokens
         numbers[BAND], numbers[EFFECTIVE_BAND] = self.band, self.effective_band
+
+    def enter_phase(self, phase: Phase, now: float) -> None:
+        """End the present phase and begin another one."""
+        self.phases.enter(phase, now)
+        self.numbers[DECODES] = phase is Phase.DECODE
 
     def _list_pending(self) -> None:
         num_pending = self.numbers.item(PENDING)

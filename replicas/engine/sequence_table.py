@@ -73,6 +73,8 @@ class Labels:
 
     def sums(self, rows: np.ndarray, values: np.ndarray) -> list[tuple[Hashable, int]]:
         """Return the labels of `rows` with the sums of their `values`, in order of each label's last row."""
+        if len(self._numbers) == 1:
+            return [(label, int(values.sum())) for label in self._numbers if len(rows)]
         numbers = self.of_rows[rows]
         last = np.full(len(self.labels), -1)
         last[numbers] = np.arange(len(numbers))
@@ -89,6 +91,21 @@ class RunningLoad:
     """Sequences by the band that they are scheduled in."""
     num_blocks_by_band: tuple[int, ...]
     by_ingress: tuple[IngressShare, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """Tokens that the running sequences miss, in arrays in order of urgency."""
+
+    rows: np.ndarray
+    """Columns of the sequences."""
+    lacks_room: np.ndarray
+    """True for sequences that need blocks for their known tokens and placeholders."""
+    num_forced: np.ndarray
+    is_decoding: np.ndarray
+    """See `Sequence.is_decoding`."""
+    is_prefilling: np.ndarray
+    """See `Sequence.is_prefilling`."""
 
 
 class SequenceTable:
@@ -110,7 +127,7 @@ class SequenceTable:
         self.admissions = np.zeros(num_slots, np.int64)
         """Number of the admission of each column's sequence; 0: the column is free."""
         self.has_text_alone = np.zeros(num_slots, bool)
-        """True for sequences that decode, and of which a token changes nothing but the numbers and the text."""
+        """See `Sequence.has_text_alone`."""
         self.is_special = np.zeros(num_slots, bool)
         """See `Sequence.is_special`."""
         self.stop_tokens: Counter[int] = Counter()
@@ -128,7 +145,7 @@ class SequenceTable:
         self._num_admissions += 1
         self.admissions[row] = self._num_admissions
         sequence.enter_table(row, self._num_admissions, self.numbers[:, row], self.times[:, row], self.pending[row])
-        self.is_special[row] = sequence.is_special
+        self.has_text_alone[row], self.is_special[row] = sequence.has_text_alone, sequence.is_special
         self.stop_tokens.update(sequence.request.params.stop_token_ids)
         self.accounts.set(row, (sequence.request.tenant, sequence.request.band))
         self.ingresses.set(row, sequence.request.ingress_id)
@@ -162,16 +179,20 @@ class SequenceTable:
             self._rows = np.array([sequence.row for sequence in running], np.int64)
         return self._rows
 
-    @property
-    def num_tokens(self) -> np.ndarray:
-        """Number of known tokens and placeholders that must be computed, of each column."""
-        numbers = self.numbers
-        return np.minimum(numbers[KNOWN] + numbers[PLACEHOLDERS], numbers[MAX_COMPUTED])
-
-    @property
-    def num_scheduled_tokens(self) -> np.ndarray:
-        """Number of computed tokens and tokens in flight, of each column."""
-        return self.numbers[COMPUTED] + self.numbers[IN_FLIGHT]
+    def lag(self, running: Iterable[Sequence], block_size: int) -> Lag:
+        """Return what `running`, all running sequences in order of urgency, miss."""
+        rows = self.rows(running)
+        numbers = self.numbers.take(rows, axis=1)
+        num_tokens = np.minimum(numbers[KNOWN] + numbers[PLACEHOLDERS], numbers[MAX_COMPUTED])
+        num_missing = num_tokens - numbers[COMPUTED] - numbers[IN_FLIGHT]
+        is_prefilling = num_missing > 1 + numbers[FORCED]
+        return Lag(
+            rows,
+            num_tokens > numbers[TABLE_BLOCKS] * block_size,
+            numbers[FORCED],
+            (num_missing > 0) & ~is_prefilling,
+            is_prefilling,
+        )
 
     def columns(
         self, sequences: list[Sequence], rows: np.ndarray, num_tokens: np.ndarray, num_decodes: int
@@ -180,7 +201,7 @@ class SequenceTable:
 
         The first `num_decodes` decode.
         """
-        numbers = self.numbers[:, rows]
+        numbers = self.numbers.take(rows, axis=1)
         known, num_placeholders = numbers[KNOWN], numbers[PLACEHOLDERS]
         starts = numbers[COMPUTED] + numbers[IN_FLIGHT]
         ends, num_all = starts + num_tokens, known + num_placeholders
@@ -196,7 +217,7 @@ class SequenceTable:
             numbers[PREEMPTIONS],
             numbers[TABLE_BLOCKS],
             num_decodes,
-            np.flatnonzero(self.is_special[rows]).tolist(),
+            self.is_special[rows].nonzero()[0].tolist(),
         )
 
     def launched(self, columns: BatchColumns) -> None:
@@ -205,15 +226,16 @@ class SequenceTable:
         numbers[HELD_STEPS, rows] = 0
         numbers[IN_FLIGHT, rows] += columns.num_tokens
         numbers[PLACEHOLDERS, rows] += columns.samples
-        if numbers[FORCED].any():
+        if np.count_nonzero(numbers[FORCED]):
             numbers[FORCED, rows] = np.maximum(numbers[FORCED, rows] - columns.num_tokens, 0)
 
     def load(self) -> RunningLoad:
         """Return the present load. Any thread may call it; values of two successive steps may be mixed."""
-        rows = np.flatnonzero(self.admissions)
-        numbers, num_tokens = self.numbers[:, rows], self.num_tokens[rows]
-        num_output = numbers[KNOWN] + numbers[PLACEHOLDERS] - numbers[PROMPT]
-        num_outstanding = num_tokens - numbers[COMPUTED] - numbers[IN_FLIGHT]
+        rows = self.admissions.nonzero()[0]
+        numbers = self.numbers.take(rows, axis=1)
+        num_known = numbers[KNOWN] + numbers[PLACEHOLDERS]
+        num_output = num_known - numbers[PROMPT]
+        num_outstanding = np.minimum(num_known, numbers[MAX_COMPUTED]) - numbers[COMPUTED] - numbers[IN_FLIGHT]
         num_outstanding += np.maximum(numbers[EXPECTED_OUTPUT] - num_output, 0)
         bands, ingresses = numbers[EFFECTIVE_BAND], self.ingresses.of_rows[rows]
         labels = self.ingresses.labels.copy()

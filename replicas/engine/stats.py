@@ -229,7 +229,7 @@ class EngineStats:
         rows, num_of_rows = columns.rows[is_running], columns.num_tokens[is_running]
         table.numbers[WORK, rows] += num_of_rows
         table.times[DEVICE_S, rows] += num_of_rows * token_s
-        for index in np.flatnonzero(~is_running).tolist():
+        for index in (~is_running).nonzero()[0].tolist():
             # It was preempted or ended while the step was in flight.
             sequence, num_of_item = columns.sequences[index], columns.num_tokens.item(index)
             sequence.add_work(num_of_item, num_of_item * token_s)
@@ -244,7 +244,7 @@ class EngineStats:
         self._padding_efficiency.observe(num_tokens / (num_items * int(columns.num_tokens.max())))
         self._utilization.observe(num_items / self._config.num_slots)
         computed = step.computed.columns
-        for index in np.flatnonzero(computed.num_recomputed_tokens).tolist():
+        for index in computed.num_recomputed_tokens.nonzero()[0].tolist():
             sequence, num_recomputed = computed.sequences[index], computed.num_recomputed_tokens.item(index)
             sequence.recomputed_tokens += num_recomputed
             cause = WasteCause.FAIRNESS if sequence.is_fairness_preempted else WasteCause.PREEMPT
@@ -275,7 +275,7 @@ class EngineStats:
                 self._ttft.observe(now - sequence.arrival_s)
         sequence.last_token_s = now
         if sequence.phases.phase is Phase.PREFILL:
-            sequence.phases.enter(Phase.DECODE, now)
+            sequence.enter_phase(Phase.DECODE, now)
 
     def expired(self, sequence: Sequence) -> None:
         """Count the tokens computed for a sequence whose deadline has passed."""

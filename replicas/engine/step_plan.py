@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 
 from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineConfig
-from replicas.engine.sequence import BAND, FORCED, Sequence
-from replicas.engine.sequence_table import SequenceTable
+from replicas.engine.sequence import BAND, Sequence
+from replicas.engine.sequence_table import Lag, SequenceTable
 from replicas.engine.state_slots import StateSlots
 from replicas.protocol import BANDS, Band
 
@@ -29,25 +30,20 @@ class StepPlan:
     """
 
     def __init__(
-        self, config: EngineConfig, table: SequenceTable, running: list[Sequence], held: Collection[Sequence] = ()
+        self, config: EngineConfig, table: SequenceTable, running: list[Sequence], lag: Lag, held: Collection[int] = ()
     ) -> None:
+        """`lag` is that of `running`; `held` are indices of the latter."""
         self._config = config
         self._table = table
         self._num_held = len(held)
-        rows = table.rows(running)
-        num_missing = (table.num_tokens - table.num_scheduled_tokens)[rows]
-        num_forced = table.numbers[FORCED][rows]
-        is_prefilling = num_missing > 1 + num_forced
-        is_decoding = (num_missing > 0) & ~is_prefilling
-        if held:
-            is_decoding[[index for index, sequence in enumerate(running) if sequence in held]] = False
-        self._prefilling = [running[index] for index in np.flatnonzero(is_prefilling).tolist()]
+        self._prefilling = [running[index] for index in lag.is_prefilling.nonzero()[0].tolist()]
         # The decodes: their columns, sequences and numbers of tokens.
-        self._rows = rows[is_decoding]
-        if len(self._rows) == len(running):
-            self._decodes = running.copy()
-        else:
-            self._decodes = [running[index] for index in np.flatnonzero(is_decoding).tolist()]
+        decodes = lag.is_decoding.nonzero()[0]
+        if held:
+            decodes = np.setdiff1d(decodes, list(held), assume_unique=True)
+        self._rows = lag.rows[decodes]
+        is_whole = len(decodes) == len(running)
+        self._decodes = running.copy() if is_whole else [running[index] for index in decodes.tolist()]
         self._num_decode_tokens = np.ones(len(self._rows), np.int64)
         # Tokens of all others.
         self._scheduled: dict[Sequence, int] = {}
@@ -55,17 +51,15 @@ class StepPlan:
         self._num_long = 0
         self._completed_hashes: set[bytes] = set()
         self._limit = config.max_num_batched_tokens
-        for index in np.flatnonzero(num_forced[is_decoding]).tolist():
+        for index in lag.num_forced[decodes].nonzero()[0].tolist():
             more = min(self.num_tokens_left, self._decodes[index].num_forced_tokens)
             more = min(more, self._decodes[index].num_uncomputed_tokens - 1)
             self._num_decode_tokens[index] += more
             self._num_scheduled_tokens += more
         self.num_decode_tokens = self._num_scheduled_tokens
         """Number of tokens of the decodes."""
-        bands = table.numbers[BAND][self._rows]
-        first = np.flatnonzero(np.diff(bands, prepend=-1))
         # A band may be in the list twice: promoted sequences run before all others.
-        self.decoding_bands = [BANDS[band] for band in bands[first].tolist()]
+        self.decoding_bands = [BANDS[band] for band, _ in groupby(table.numbers[BAND][self._rows].tolist())]
 
     def limit(self, num_tokens: int) -> None:
         """Limit the step to `num_tokens` in all. Tokens that are given already stay given."""
@@ -75,6 +69,11 @@ class StepPlan:
     def num_tokens_left(self) -> int:
         """Number of tokens that may still be given."""
         return max(0, self._limit - self._num_scheduled_tokens)
+
+    @property
+    def has_prefilling(self) -> bool:
+        """True if some running sequence was part-way through its prefill before the step."""
+        return bool(self._prefilling)
 
     def prefilling(self, band: Band) -> list[Sequence]:
         """Return the sequences of `band` that were part-way through their prefill before the step, most urgent first.
@@ -111,7 +110,7 @@ class StepPlan:
     def unschedule(self, sequence: Sequence) -> None:
         """Remove `sequence` from the step. Called before the sequence is preempted."""
         num_scheduled = self._scheduled.pop(sequence, 0)
-        for index in np.flatnonzero(self._rows == sequence.row).tolist():
+        for index in (self._rows == sequence.row).nonzero()[0].tolist():
             num_scheduled += self._num_decode_tokens.item(index)
             del self._decodes[index]
             self._rows = np.delete(self._rows, index)
@@ -189,7 +188,7 @@ class LatencyController:
 
     def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Adapt the budget to a step that took `duration_s`."""
-        if self._target_s is None or not (batch.columns.num_tokens == 1).any():
+        if self._target_s is None or not np.count_nonzero(batch.columns.num_tokens == 1):
             return
         if duration_s > _HIGH * self._target_s:
             self._budget *= max(_MAX_CUT, self._target_s / duration_s)

@@ -260,6 +260,8 @@ class Outcome:
 class World:
     """Engine over a shadow runner, with the outcome of every request."""
 
+    make_engine: type[Engine] = Engine
+
     def __init__(
         self, config: EngineConfig, step_s: float = 0.0, make_runner: type[ShadowRunner] = ShadowRunner
     ) -> None:
@@ -268,7 +270,7 @@ class World:
         self.runner = make_runner(config.block_size, step_s, self.clock)
         self.runner.has_states = config.num_state_slots > 0
         self.runner.windows = config.windows
-        self.engine = Engine(config, self.runner, decoders, IDENTITY, self.clock.clock())
+        self.engine = self.make_engine(config, self.runner, decoders, IDENTITY, self.clock.clock())
         self.outcomes: dict[str, Outcome] = {}
         self.added_s: dict[str, float] = {}
         self.ended_s: dict[str, float] = {}
