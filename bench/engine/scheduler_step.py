@@ -301,7 +301,9 @@ def main() -> None:
 
 
 def _served_table(costs: list[ServedCost]) -> Table:
-    table = Table("running", "temperature", "step, ms", "bare loop, ms", "multiple", title="step of a replica with a GPU")
+    table = Table(
+        "running", "temperature", "step, ms", "bare loop, ms", "multiple", title="step of a replica with a GPU"
+    )
     for cost in costs:
         table.add_row(
             str(cost.num_running), f"{cost.temperature:.1f}", f"{cost.step_ms:.3f}", f"{cost.bare_loop_ms:.3f}",

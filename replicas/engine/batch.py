@@ -90,7 +90,7 @@ class BatchColumns:
 
     sequences: list[Sequence]
     rows: np.ndarray
-    """Columns of the sequences in the table of the running ones. Sequences that do not run have others, all distinct."""
+    """Columns of the sequences in the table of the running ones, all distinct. Those that do not run have free ones."""
     admissions: np.ndarray
     """Numbers of the sequences' admissions; -1: the sequence does not run."""
     starts: np.ndarray
@@ -135,7 +135,8 @@ class BatchColumns:
     @property
     def ends(self) -> np.ndarray:
         """Positions after the items' last ones."""
-        return self.starts + self.num_tokens
+        ends: np.ndarray = self.starts + self.num_tokens
+        return ends
 
     def take(self, indices: Items[int] | np.ndarray) -> BatchColumns:
         """Return the items at `indices`, those that decode first."""
@@ -143,13 +144,17 @@ class BatchColumns:
         if len(taken) == len(self.sequences) and not np.count_nonzero(taken != np.arange(len(taken))):
             return self
         sequences = [self.sequences[index] for index in taken.tolist()]
-        columns = (
-            self.rows, self.admissions, self.starts, self.num_tokens, self.samples, self.newest_tokens,
-            self.num_recomputed_tokens, self.preemptions, self.num_table_blocks,
-        )  # fmt: skip
         return BatchColumns(
             sequences,
-            *(column[taken] for column in columns),
+            self.rows[taken],
+            self.admissions[taken],
+            self.starts[taken],
+            self.num_tokens[taken],
+            self.samples[taken],
+            self.newest_tokens[taken],
+            self.num_recomputed_tokens[taken],
+            self.preemptions[taken],
+            self.num_table_blocks[taken],
             int(np.count_nonzero(taken < self.num_decodes)),
             [index for index, sequence in enumerate(sequences) if sequence.is_special] if self.special else [],
             None if self.states is None else tuple(self.states[index] for index in taken.tolist()),

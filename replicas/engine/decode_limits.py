@@ -176,7 +176,7 @@ class DecodeLimits:
                     held[others] = True
                 held[others[controller.limit :]] = True
         self._table.numbers[HELD_STEPS, lag.rows[decodes[held]]] += 1
-        return decodes[held].tolist()
+        return [int(index) for index in decodes[held]]
 
     def stepped(self, step: CollectedStep) -> None:
         """Adapt the limits to a step. Called before its tokens are applied."""
@@ -191,7 +191,7 @@ class DecodeLimits:
         numbers, last_token_s = self._decodes(batch.columns)
         for band, controller in self._controllers.items():
             gaps_s = (step.collected_s - last_token_s[numbers[BAND] == band]).tolist()
-            num_less_urgent = np.count_nonzero(numbers[EFFECTIVE_BAND] > band)
+            num_less_urgent = int(np.count_nonzero(numbers[EFFECTIVE_BAND] > band))
             if gaps_s and not num_less_urgent and batch.num_tokens == numbers.shape[1]:
                 controller.refer(gaps_s[0])
             if num_less_urgent or batch.num_held:

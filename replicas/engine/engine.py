@@ -264,7 +264,7 @@ class Engine:
             item = columns.item(index)
             if index in faults:
                 item.sequence.undo_append()
-                delta = self._output_processors[item.sequence.request_id].fail(faults[index])
+                delta: TokenDelta | None = self._output_processors[item.sequence.request_id].fail(faults[index])
             else:
                 delta = self._advance(item, step.results[index], now)
             deltas[index] = None if delta is None else self._complete(item.sequence, delta, now)
@@ -281,10 +281,11 @@ class Engine:
         num_output_tokens = (table.numbers[KNOWN, rows] - table.numbers[PROMPT, rows]).tolist()
         work, device_s = table.numbers[WORK, rows].tolist(), table.times[DEVICE_S, rows].tolist()
         faults: dict[int, SequenceFailed] = {}
-        for index, *progress in zip(indices.tolist(), token_ids.tolist(), num_output_tokens, work, device_s, strict=True):
+        progress = zip(token_ids.tolist(), num_output_tokens, work, device_s, strict=True)
+        for index, numbers in zip(indices.tolist(), progress, strict=True):
             processor = self._output_processors[columns.sequences[index].request_id]
             try:
-                deltas[index] = processor.continued(*progress)
+                deltas[index] = processor.continued(*numbers)
             except SequenceFailed as error:
                 faults[index] = error
         self._stats.undecodable(len(faults))

@@ -151,7 +151,9 @@ class Scheduler:
         if self.blocks.states.num_slots:
             return np.zeros(len(rows), bool)
         numbers = table.numbers
-        is_uneventful = table.has(columns) & table.has_text_alone[rows] & columns.samples & (columns.num_tokens == 1)
+        is_uneventful: np.ndarray = (
+            table.has(columns) & table.has_text_alone[rows] & columns.samples & (columns.num_tokens == 1)
+        )
         is_uneventful &= numbers[DECODES, rows] > 0
         is_uneventful &= numbers[KNOWN, rows] + 1 - numbers[PROMPT, rows] < numbers[MAX_OUTPUT, rows]
         is_uneventful &= numbers[PENDING, rows] < MAX_PENDING_TOKENS

@@ -85,8 +85,9 @@ class PhaseTimes:
 
 
 (
-    KNOWN, PENDING, PLACEHOLDERS, FORCED, COMPUTED, IN_FLIGHT, PREEMPTED, MAX_COMPUTED, PROMPT, MAX_OUTPUT, EXPECTED_OUTPUT,
-    TABLE_BLOCKS, BLOCKS, NEWEST_TOKEN, HELD_STEPS, PREEMPTIONS, WORK, BAND, EFFECTIVE_BAND, DECODES, NUM_NUMBERS,
+    KNOWN, PENDING, PLACEHOLDERS, FORCED, COMPUTED, IN_FLIGHT, PREEMPTED, MAX_COMPUTED, PROMPT, MAX_OUTPUT,
+    EXPECTED_OUTPUT, TABLE_BLOCKS, BLOCKS, NEWEST_TOKEN, HELD_STEPS, PREEMPTIONS, WORK, BAND, EFFECTIVE_BAND, DECODES,
+    NUM_NUMBERS,
 ) = range(21)  # fmt: skip
 """Indices of the numbers of a sequence: token counts, unless their names say otherwise."""
 DEVICE_S, LAST_TOKEN_S, NUM_TIMES = range(3)
@@ -229,7 +230,7 @@ class Sequence:
     @property
     def device_s(self) -> float:
         """Share of the time of the steps that were collected, seconds."""
-        return self.times.item(DEVICE_S)
+        return float(self.times[DEVICE_S])
 
     @property
     def last_token_s(self) -> float | None:
@@ -359,9 +360,16 @@ class Sequence:
         """Keep the numbers in arrays of the sequence's own."""
         self._list_pending()
         self.admission = -1
-        self.row, self.numbers, self.times, self.pending = None, self.numbers.copy(), self.times.copy(), _NOTHING_PENDING
+        self.row, self.numbers, self.times, self.pending = (
+            None,
+            self.numbers.copy(),
+            self.times.copy(),
+            _NOTHING_PENDING,
+        )
 
-    def enter_table(self, row: int, admission: int, numbers: np.ndarray, times: np.ndarray, pending: np.ndarray) -> None:
+    def enter_table(
+        self, row: int, admission: int, numbers: np.ndarray, times: np.ndarray, pending: np.ndarray
+    ) -> None:
         """Move the numbers to column `row` of a table."""
         self.admission = admission
         token_ids, request = self.token_ids, self.request

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -32,10 +33,12 @@ from replicas.engine.sequence import (
     TABLE_BLOCKS,
     Sequence,
 )
-from replicas.protocol import BANDS, IngressShare
+from replicas.protocol import BANDS, Band, IngressShare
+
+LabelT = TypeVar("LabelT", bound=Hashable)
 
 
-class Labels:
+class Labels(Generic[LabelT]):
     """Labels of the table's rows, such as their tenants, with a small number for each label in use.
 
     Invariant: equal labels have one number, and a number has one label.
@@ -44,13 +47,13 @@ class Labels:
     def __init__(self, num_rows: int) -> None:
         self.of_rows = np.zeros(num_rows, np.int64)
         """Number of each row's label."""
-        self.labels: list[Hashable] = []
+        self.labels: list[LabelT] = []
         """Label of each number. The label of a number that is not in use is any."""
-        self._numbers: dict[Hashable, int] = {}
+        self._numbers: dict[LabelT, int] = {}
         self._num_rows: list[int] = []
         self._free: list[int] = []
 
-    def set(self, row: int, label: Hashable) -> None:
+    def set(self, row: int, label: LabelT) -> None:
         """Give `row`, which has no label, a label."""
         number = self._numbers.get(label)
         if number is None:
@@ -71,7 +74,7 @@ class Labels:
             del self._numbers[self.labels[number]]
             self._free.append(number)
 
-    def sums(self, rows: np.ndarray, values: np.ndarray) -> list[tuple[Hashable, int]]:
+    def sums(self, rows: np.ndarray, values: np.ndarray) -> list[tuple[LabelT, int]]:
         """Return the labels of `rows` with the sums of their `values`, in order of each label's last row."""
         if len(self._numbers) == 1:
             return [(label, int(values.sum())) for label in self._numbers if len(rows)]
@@ -132,9 +135,9 @@ class SequenceTable:
         """See `Sequence.is_special`."""
         self.stop_tokens: Counter[int] = Counter()
         """Stop tokens of the requests, each as often as a request has it."""
-        self.accounts = Labels(num_slots)
+        self.accounts: Labels[tuple[str, Band]] = Labels(num_slots)
         """Tenant and band of each request."""
-        self.ingresses = Labels(num_slots)
+        self.ingresses: Labels[str] = Labels(num_slots)
         self._free = list(range(num_slots - 1, -1, -1))
         self._num_admissions = 0
         self._rows: np.ndarray | None = None
@@ -245,7 +248,7 @@ class SequenceTable:
             tuple(np.bincount(bands, minlength=len(BANDS)).tolist()),
             tuple(np.bincount(bands, numbers[BLOCKS], minlength=len(BANDS)).astype(np.int64).tolist()),
             tuple(
-                IngressShare(str(labels[number]), tuple(num_by_band), int(tokens[number]))
+                IngressShare(labels[number], tuple(num_by_band), int(tokens[number]))
                 for number, num_by_band in enumerate(num_of_part.reshape(-1, len(BANDS)).tolist())
                 if any(num_by_band)
             ),
@@ -253,7 +256,8 @@ class SequenceTable:
 
     def has(self, columns: BatchColumns) -> np.ndarray:
         """Return for each item of a step [num_items] bool whether its sequence is still in its column."""
-        return self.admissions[columns.rows] == columns.admissions
+        is_there: np.ndarray = self.admissions[columns.rows] == columns.admissions
+        return is_there
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         """Append the values of the oldest placeholders of sequences, whose tokens before were computed with them."""

@@ -9,7 +9,14 @@ from collections.abc import Collection
 
 import numpy as np
 
-from replicas.engine.batch import BatchColumns, CollectedStep, ModelRunner, ScheduledBatch, ScheduledSequence, StepResults
+from replicas.engine.batch import (
+    BatchColumns,
+    CollectedStep,
+    ModelRunner,
+    ScheduledBatch,
+    ScheduledSequence,
+    StepResults,
+)
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig
 from replicas.engine.decode_limits import DecodeLimits

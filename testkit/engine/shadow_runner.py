@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from replicas.engine.batch import IncrementalDecoder, ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence, StepResults
+from replicas.engine.batch import (
+    IncrementalDecoder,
+    ItemResult,
+    LaunchedStep,
+    ScheduledBatch,
+    ScheduledSequence,
+    StepResults,
+)
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence, SequenceStatus

@@ -230,7 +230,9 @@ def sampling_of(
     planner, sampler = SamplingPlanner(eos_token_ids, vocab_size, slots), Sampler(counts)
 
     def choose(logits: torch.Tensor, sequences: Iterable[Sequence]) -> list[ItemResult]:
-        columns = BatchColumns.of([ScheduledSequence.of(sequence, 0, len(sequence.token_ids)) for sequence in sequences])
+        columns = BatchColumns.of(
+            [ScheduledSequence.of(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
+        )
         to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
         plan = planner.plan(columns, NO_LAST_ROWS, to_device)
         on_device = DeviceBuffer.of(to_device.words, no_tokens(logits.device))

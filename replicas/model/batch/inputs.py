@@ -88,7 +88,7 @@ class LastRows:
     def of(self, columns: BatchColumns, indices: np.ndarray) -> np.ndarray:
         """Return the indices of the items at `indices`."""
         rows, admissions = columns.rows[indices], columns.admissions[indices]
-        last_rows = self._of_rows.take(rows, mode="clip")
+        last_rows: np.ndarray = self._of_rows.take(rows, mode="clip")
         is_other = (self._admissions.take(rows, mode="clip") != admissions) | (admissions < 0)
         for place in is_other.nonzero()[0].tolist():  # It was admitted anew since, or does not run.
             last_rows[place] = self[columns.sequences[indices.item(place)]]
@@ -140,7 +140,7 @@ class FlatBatch:
 
 def newest_ids(columns: BatchColumns, num_items: int, last_rows: LastRows) -> np.ndarray:
     """Return the last token of each of the first `num_items` items, all of which decode, as in `FlatBatch`."""
-    newest = columns.newest_tokens[:num_items].copy()
+    newest: np.ndarray = columns.newest_tokens[:num_items].copy()
     late = (newest < 0).nonzero()[0]
     if len(late):
         newest[late] = last_rows.of(columns, late)
@@ -241,7 +241,7 @@ class InputPlan:
                 GroupPlan.of(items, _tables(items, number, factor), first_rows, block_size, to_device)
                 for number, factor in enumerate(factors)
             ),
-            has_placeholders=np.count_nonzero(batch.input_ids < 0) > 0,
+            has_placeholders=bool(np.count_nonzero(batch.input_ids < 0)),
         )
 
     def place(self, on_device: DeviceBuffer) -> BatchInputs:

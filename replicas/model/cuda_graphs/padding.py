@@ -112,7 +112,8 @@ class BlockTableRows:
 
     def slots(self, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
         """Return the slot of each of `positions` in the tables of `rows`."""
-        return self.tables[rows, positions // block_size] * block_size + positions % block_size
+        slots: np.ndarray = self.tables[rows, positions // block_size] * block_size + positions % block_size
+        return slots
 
     def forget(self) -> None:
         """Forget the contents of all rows. The next steps send whole tables."""
@@ -158,8 +159,8 @@ class StepPadding:
             assert len(part) <= num_words, "the items do not fit the shape"
             words[start : start + len(part)] = part
             start += num_words
-        num_rows = int(np.count_nonzero(columns.samples))
-        return PaddedPlan(shape, num_rows, to_device.ints(words), update, has_placeholders=np.count_nonzero(parts[0] < 0) > 0)
+        num_rows, has_placeholders = int(np.count_nonzero(columns.samples)), bool(np.count_nonzero(parts[0] < 0))
+        return PaddedPlan(shape, num_rows, to_device.ints(words), update, has_placeholders)
 
     def _decodes(self, columns: BatchColumns, shape: StepShape, last_rows: LastRows) -> tuple[np.ndarray, ...]:
         """Return the parts of the inputs of decodes.

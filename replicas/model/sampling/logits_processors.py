@@ -111,9 +111,7 @@ class LogitsProcessors:
         self._vocab_size = vocab_size
         self._slots = slots
 
-    def plan(
-        self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer
-    ) -> LogitsChanges:
+    def plan(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> LogitsChanges:
         """Plan the changes of one row per item, and add their numbers to `to_device`."""
         penalties = None if self._slots is None else self._slots.plan(columns, last_rows, to_device)
         repetition, added, forbidden = _Entries(), _Entries(), _Entries()

@@ -102,9 +102,7 @@ class RandomColumns:
         self._needs_total = np.zeros(0, bool)
         """True if top-p is a share of the whole vocabulary's weight."""
 
-    def plan(
-        self, columns: BatchColumns, to_device: HostToDeviceBuffer
-    ) -> tuple[RandomRows | None, RandomRows | None]:
+    def plan(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> tuple[RandomRows | None, RandomRows | None]:
         """Add the numbers of the items, all of which sample, to `to_device`; return the truncated rows and the others.
 
         Truncated rows are those from which top-p, min-p or top-k can exclude tokens.
@@ -154,7 +152,8 @@ class RandomColumns:
 def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """Return the uniform numbers in [0, 1) that choose output tokens `indices` of requests with `seeds` uint64."""
     mixed = _mix(_mix(seeds) + (indices + 1).astype(np.uint64) * _GOLDEN)
-    return (mixed >> np.uint64(64 - _BITS)).astype(np.float64) / (1 << _BITS)
+    numbers: np.ndarray = (mixed >> np.uint64(64 - _BITS)).astype(np.float64) / (1 << _BITS)
+    return numbers
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -162,7 +161,8 @@ def _mix(values: np.ndarray) -> np.ndarray:
     values = values + _GOLDEN
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed
 
 
 def _top_k(params: SamplingParams, vocab_size: int) -> float:

@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 

@@ -125,9 +125,7 @@ class CountSlots:
         self._held: dict[Sequence, _Held] = {}
         self._free = list(range(num_slots))
 
-    def plan(
-        self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer
-    ) -> PenaltyPlan | None:
+    def plan(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> PenaltyPlan | None:
         """Add the penalties of the items, all of which sample, to `to_device`; return None if no item has any."""
         growth = _Growth()
         for row in columns.special:

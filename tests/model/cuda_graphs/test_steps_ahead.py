@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bench.gpu.model_checks import check_ahead
+from replicas.engine.batch import BatchColumns
 from replicas.engine.config import EngineLimits
 from replicas.model.attention.kv_cache import KVCache
-from replicas.engine.batch import BatchColumns
 from replicas.model.batch.inputs import dummy_item
 from replicas.model.cuda_graphs.graphs import GraphRunner, PlannedAttention, bucket_sizes, largest_mixed, step_shapes
 from replicas.model.cuda_graphs.padding import StepPadding, StepShape

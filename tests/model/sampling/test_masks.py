@@ -147,7 +147,9 @@ def test_a_row_without_any_allowed_token_is_an_error() -> None:
 
 def test_masks_of_a_step_that_failed_are_waited_for() -> None:
     threads, constraint = MaskThreads(97, 2), Tokens(1, seconds=0.05)
-    assert threads.masks_of(BatchColumns.of([item(constraint)])) is not None  # Its step fails before the masks are placed.
+    assert (
+        threads.masks_of(BatchColumns.of([item(constraint)])) is not None
+    )  # Its step fails before the masks are placed.
     threads.settle()
     again = threads.masks_of(BatchColumns.of([item(constraint)]))
     assert again is not None and again.message().rows.tolist() == [0]

@@ -50,7 +50,9 @@ class DeviceCounts:
         self, items: list[ScheduledSequence], logits: Tensor, last_rows: LastRows, last_tokens: Tensor
     ) -> Tensor:
         to_device = HostToDeviceBuffer()
-        changes = LogitsProcessors(frozenset(), VOCAB_SIZE, self.slots).plan(BatchColumns.of(items), last_rows, to_device)
+        changes = LogitsProcessors(frozenset(), VOCAB_SIZE, self.slots).plan(
+            BatchColumns.of(items), last_rows, to_device
+        )
         return changes.apply(logits, DeviceBuffer.of(to_device.words, last_tokens), self.counts)
 
 
