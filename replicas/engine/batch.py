@@ -141,8 +141,6 @@ class BatchColumns:
     def take(self, indices: Items[int] | np.ndarray) -> BatchColumns:
         """Return the items at `indices`, those that decode first."""
         taken = np.asarray(indices, np.int64)
-        if len(taken) == len(self.sequences) and not np.count_nonzero(taken != np.arange(len(taken))):
-            return self
         sequences = [self.sequences[index] for index in taken.tolist()]
         return BatchColumns(
             sequences,
@@ -193,6 +191,7 @@ class ScheduledBatch:
     ) -> None:
         self._items = items
         self._columns = columns
+        self._num_tokens: int | None = None
         self.decoding_bands = decoding_bands
         """Bands of the requests that decode, most urgent first; one is listed twice if a promoted request is in it."""
         self.num_held = num_held
@@ -218,7 +217,9 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         """Number of tokens computed in this step."""
-        return int(self.columns.num_tokens.sum())
+        if self._num_tokens is None:
+            self._num_tokens = int(self.columns.num_tokens.sum())
+        return self._num_tokens
 
     @property
     def is_constrained(self) -> bool:

@@ -150,18 +150,16 @@ class Scheduler:
         table, rows, token_ids = self.table, columns.rows, results.token_ids
         if self.blocks.states.num_slots:
             return np.zeros(len(rows), bool)
-        numbers = table.numbers
-        is_uneventful: np.ndarray = (
-            table.has(columns) & table.has_text_alone[rows] & columns.samples & (columns.num_tokens == 1)
-        )
-        is_uneventful &= numbers[DECODES, rows] > 0
-        is_uneventful &= numbers[KNOWN, rows] + 1 - numbers[PROMPT, rows] < numbers[MAX_OUTPUT, rows]
-        is_uneventful &= numbers[PENDING, rows] < MAX_PENDING_TOKENS
+        numbers = table.numbers.take(rows, axis=1)
+        is_uneventful: np.ndarray = table.has(columns) & table.has_text_alone[rows] & columns.samples
+        is_uneventful &= (columns.num_tokens == 1) & (numbers[DECODES] > 0) & (numbers[PENDING] < MAX_PENDING_TOKENS)
+        is_uneventful &= numbers[KNOWN] + 1 - numbers[PROMPT] < numbers[MAX_OUTPUT]
         is_uneventful &= ~self.blocks.changes_at(columns.starts + 1)
         stop_tokens = [*self._config.eos_token_ids, *table.stop_tokens]
         if stop_tokens:
             is_uneventful &= ~np.isin(token_ids, stop_tokens)
-        is_uneventful[list(results.others)] = False
+        if results.others:
+            is_uneventful[list(results.others)] = False
         return is_uneventful
 
     def load(self) -> RunningLoad:

@@ -35,6 +35,8 @@ from replicas.engine.sequence import (
 )
 from replicas.protocol import BANDS, Band, IngressShare
 
+# Changes of the numbers from KNOWN to PLACEHOLDERS when a token becomes known: one more is known, pending and computed.
+_TOKEN = np.array([[1], [1], [1], [-1], [-1]])
 LabelT = TypeVar("LabelT", bound=Hashable)
 
 
@@ -226,9 +228,10 @@ class SequenceTable:
     def launched(self, columns: BatchColumns) -> None:
         """Note that a step with these items was launched, all of whose sequences run."""
         rows, numbers = columns.rows, self.numbers
-        numbers[HELD_STEPS, rows] = 0
         numbers[IN_FLIGHT, rows] += columns.num_tokens
         numbers[PLACEHOLDERS, rows] += columns.samples
+        if np.count_nonzero(numbers[HELD_STEPS]):
+            numbers[HELD_STEPS, rows] = 0
         if np.count_nonzero(numbers[FORCED]):
             numbers[FORCED, rows] = np.maximum(numbers[FORCED, rows] - columns.num_tokens, 0)
 
@@ -262,14 +265,9 @@ class SequenceTable:
     def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         """Append the values of the oldest placeholders of sequences, whose tokens before were computed with them."""
         numbers = self.numbers
-        num_pending = numbers[PENDING, rows]
-        self.pending[rows, num_pending] = token_ids
-        numbers[PENDING, rows] = num_pending + 1
+        self.pending[rows, numbers[PENDING, rows]] = token_ids
         numbers[NEWEST_TOKEN, rows] = token_ids
-        numbers[KNOWN, rows] += 1
-        numbers[COMPUTED, rows] += 1
-        numbers[IN_FLIGHT, rows] -= 1
-        numbers[PLACEHOLDERS, rows] -= 1
+        numbers[KNOWN : PLACEHOLDERS + 1, rows] += _TOKEN
 
     def check_invariants(self, running: list[Sequence]) -> None:
         """Assert the class's invariants; `running` are all running sequences, in order of urgency."""

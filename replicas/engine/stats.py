@@ -41,6 +41,8 @@ _WASTE_HELP = (
     "this / vllm:iteration_tokens_total_sum"
 )
 _RATE_WINDOW_S = 5.0
+_MANY_VALUES = 16
+"""Values from which on it is faster to count them in an array."""
 START_TIME = "headway:engine_start_time_seconds"
 """Name of the gauge with the start of an engine, from which its counters and histograms count."""
 _MAX_TENANT_ENTRIES = 64
@@ -73,6 +75,10 @@ class Histogram:
 
     def observe_all(self, values: np.ndarray) -> None:
         """Count observations."""
+        if len(values) < _MANY_VALUES:
+            for value in values.tolist():
+                self.observe(value)
+            return
         for index, count in enumerate(np.bincount(np.searchsorted(self._bounds, values)).tolist()):
             self._counts[index] += count
         self._sum += float(values.sum())
@@ -224,12 +230,14 @@ class EngineStats:
         columns = step.batch.columns
         num_items, num_tokens = len(columns.sequences), step.batch.num_tokens
         token_s = step.duration_s / num_tokens
-        is_running = table.has(columns)
+        rows, num_of_rows, is_running = columns.rows, columns.num_tokens, table.has(columns)
         num_sampled = np.count_nonzero(columns.samples & is_running)
-        rows, num_of_rows = columns.rows[is_running], columns.num_tokens[is_running]
+        gone = (~is_running).nonzero()[0].tolist()
+        if gone:
+            rows, num_of_rows = rows[is_running], num_of_rows[is_running]
         table.numbers[WORK, rows] += num_of_rows
         table.times[DEVICE_S, rows] += num_of_rows * token_s
-        for index in (~is_running).nonzero()[0].tolist():
+        for index in gone:
             # It was preempted or ended while the step was in flight.
             sequence, num_of_item = columns.sequences[index], columns.num_tokens.item(index)
             sequence.add_work(num_of_item, num_of_item * token_s)
@@ -241,7 +249,8 @@ class EngineStats:
         if step.is_saturated:
             self.saturated_rate.step(step.duration_s, num_tokens)
         self._iteration.observe(num_tokens)
-        self._padding_efficiency.observe(num_tokens / (num_items * int(columns.num_tokens.max())))
+        most_tokens = 1 if num_tokens == num_items else int(columns.num_tokens.max())
+        self._padding_efficiency.observe(num_tokens / (num_items * most_tokens))
         self._utilization.observe(num_items / self._config.num_slots)
         computed = step.computed.columns
         for index in computed.num_recomputed_tokens.nonzero()[0].tolist():

@@ -134,10 +134,12 @@ class StepPlanner:
         self._masks.settle()
         to_device = HostToDeviceBuffer()
         columns = batch.columns
-        tail = range(columns.num_decodes, len(batch))
-        scored = [index for index in tail if wants_prompt_logprobs(columns.item(index))]
-        shared = [index for index in range(len(batch)) if index not in scored] if scored else range(len(batch))
-        padded, flat = self._plan_shared(columns.take(shared), to_device)
+        num_items = len(columns.sequences)
+        scored = [
+            index for index in range(columns.num_decodes, num_items) if wants_prompt_logprobs(columns.item(index))
+        ]
+        shared = np.setdiff1d(np.arange(num_items), scored) if scored else np.arange(num_items)
+        padded, flat = self._plan_shared(columns.take(shared) if scored else columns, to_device)
         pieces = []
         for index in scored:
             for piece in _pieces_of(columns.item(index)):
@@ -145,9 +147,9 @@ class StepPlanner:
                 flat.append(self._flat_pass(BatchColumns.of([piece]), targets, num_top, to_device))
                 if targets:
                     pieces.append(ScoredPiece(index, targets, num_top))
-        order = np.array([*shared, *scored]) if scored else np.arange(len(batch))
+        order = np.append(shared, scored) if scored else shared
         indices = order[columns.samples[order]]
-        sampling = columns.take(indices)
+        sampling = columns if not scored and len(indices) == num_items else columns.take(indices)
         plan = self._sampling.plan(sampling, self._last_rows, to_device) if len(indices) else None
         self._last_rows = LastRows(sampling)
         message = StepMessage(to_device.words, padded, tuple(flat), plan)

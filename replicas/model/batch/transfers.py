@@ -51,7 +51,8 @@ class HostToDeviceBuffer:
     def ints(self, numbers: Items[int] | np.ndarray) -> Span:
         """Add integers and return their span."""
         start = self._align()
-        self.words.frombytes(np.asarray(numbers, np.int64).tobytes())
+        if len(numbers):
+            self.words.frombytes(np.asarray(numbers, np.int64).tobytes())
         return Span(start, len(self.words))
 
     def floats(self, numbers: Items[float] | np.ndarray) -> Span:
