@@ -155,9 +155,8 @@ class Scheduler:
         is_uneventful &= (columns.num_tokens == 1) & (numbers[DECODES] > 0) & (numbers[PENDING] < MAX_PENDING_TOKENS)
         is_uneventful &= numbers[KNOWN] + 1 - numbers[PROMPT] < numbers[MAX_OUTPUT]
         is_uneventful &= ~self.blocks.changes_at(columns.starts + 1)
-        stop_tokens = [*self._config.eos_token_ids, *table.stop_tokens]
-        if stop_tokens:
-            is_uneventful &= ~np.isin(token_ids, stop_tokens)
+        for token_id in {*self._config.eos_token_ids, *table.stop_tokens}:
+            is_uneventful &= token_ids != token_id
         if results.others:
             is_uneventful[list(results.others)] = False
         return is_uneventful

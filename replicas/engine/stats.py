@@ -235,8 +235,9 @@ class EngineStats:
         gone = (~is_running).nonzero()[0].tolist()
         if gone:
             rows, num_of_rows = rows[is_running], num_of_rows[is_running]
-        table.numbers[WORK, rows] += num_of_rows
-        table.times[DEVICE_S, rows] += num_of_rows * token_s
+        work, device_s = table.numbers[WORK], table.times[DEVICE_S]
+        work[rows] += num_of_rows
+        device_s[rows] += num_of_rows * token_s
         for index in gone:
             # It was preempted or ended while the step was in flight.
             sequence, num_of_item = columns.sequences[index], columns.num_tokens.item(index)

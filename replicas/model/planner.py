@@ -86,9 +86,11 @@ class PlannedStep:
 
         `scores` has an entry for each of `pieces`.
         """
+        sampled = None if tokens is None else tokens.read(to_host, self.sampling)
+        if sampled is not None and self.sampling is self.batch.columns:
+            return sampled
         results = StepResults(np.full(len(self.batch), -1), {})
-        if tokens is not None:
-            sampled = tokens.read(to_host, self.sampling)
+        if sampled is not None:
             results.token_ids[self.indices] = sampled.token_ids
             results.others.update((self.indices.item(row), result) for row, result in sampled.others.items())
         for piece, pending in zip(self.pieces, scores, strict=True):

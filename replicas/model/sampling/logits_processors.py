@@ -102,6 +102,9 @@ class LogitsChanges:
         return logits
 
 
+NO_CHANGES = LogitsChanges(None, None, None, None)
+
+
 class LogitsProcessors:
     """Planner of the changes of logits, from the parameters and tokens of sequences."""
 
@@ -113,6 +116,8 @@ class LogitsProcessors:
 
     def plan(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> LogitsChanges:
         """Plan the changes of one row per item, and add their numbers to `to_device`."""
+        if not columns.special:
+            return NO_CHANGES
         penalties = None if self._slots is None else self._slots.plan(columns, last_rows, to_device)
         repetition, added, forbidden = _Entries(), _Entries(), _Entries()
         for row in columns.special:

@@ -69,8 +69,9 @@ class MaskThreads:
 
     def settle(self) -> None:
         """Wait for all threads. Those of a step that failed may still fill masks when its sequences go on."""
-        wait(self._filling)
-        self._filling.clear()
+        if self._filling:
+            wait(self._filling)
+            self._filling.clear()
 
     def masks_of(self, columns: BatchColumns) -> PendingMasks | None:
         """Return the masks of the items that may not take every token, all of which sample; None if there are none.

@@ -48,7 +48,7 @@ class RecordingWorld(World):
 
     def __init__(self, config: EngineConfig, make_engine: type[Engine]) -> None:
         self.make_engine = make_engine
-        super().__init__(config, make_runner=RecordingRunner)
+        super().__init__(config, step_s=0.1, make_runner=RecordingRunner)
 
     def step(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
@@ -66,6 +66,9 @@ class RecordingWorld(World):
 
 
 def random_world_config(rng: random.Random) -> EngineConfig:
+    """Return limits of a few slots and blocks; now and then with room, and targets that every stream exceeds."""
+    if rng.random() < 0.15:
+        return config(num_blocks=300, max_model_len=90, tpot_targets_s=(0.05, 0.05, None), eos_token_ids=EOS)
     windows = rng.choice(WINDOWS)
     num_state_slots = rng.randint(3, 14) if rng.random() < 0.2 else 0
     made = random_config(rng, windows=windows, num_state_slots=num_state_slots, eos_token_ids=EOS)
