@@ -92,7 +92,8 @@ class OutputProcessor:
         self._eos_token_ids = eos_token_ids
         request = sequence.request
         try:
-            self._detokenizer = Detokenizer(decoders(request), request.params.stop)
+            decoder = decoders(request)
+            self._detokenizer, self._push = Detokenizer(decoder, request.params.stop), decoder.push
             for index, token_id in enumerate(request.output_token_ids):
                 # The reader has this text already. Text that was held back is held back again.
                 self._detokenizer.push(token_id, may_stop=index >= request.params.min_tokens)
@@ -136,24 +137,18 @@ class OutputProcessor:
         """
         sequence = self.sequence
         try:
-            text = self._detokenizer.push(token_id, may_stop=True)
+            text = self._push(token_id)  # There are no stop strings.
         except Exception as error:  # A tokenizer may raise anything; only this sequence fails.
             raise _undecodable(error) from error
-        num_cached_tokens = sequence.num_cached_tokens or 0
-        return TokenDelta(
-            sequence.request_id,
-            num_output_tokens - 1,
-            (token_id,),
-            text,
-            Usage(
-                sequence.num_prompt_tokens,
-                num_output_tokens,
-                num_cached_tokens,
-                work_tokens,
-                sequence.recomputed_tokens,
-                device_s,
-            ),
+        usage = Usage(
+            sequence.num_prompt_tokens,
+            num_output_tokens,
+            sequence.num_cached_tokens or 0,
+            work_tokens,
+            sequence.recomputed_tokens,
+            device_s,
         )
+        return TokenDelta(sequence.request_id, num_output_tokens - 1, (token_id,), text, usage)
 
     def fail(self, error: ServingError) -> TokenDelta:
         """Return the last delta of a sequence that cannot go on."""

@@ -87,7 +87,9 @@ class LastRows:
 
     def of(self, columns: BatchColumns, indices: np.ndarray) -> np.ndarray:
         """Return the indices of the items at `indices`."""
-        rows, admissions = columns.rows[indices], columns.admissions[indices]
+        rows, admissions = columns.rows, columns.admissions
+        if len(indices) < len(rows):
+            rows, admissions = rows[indices], admissions[indices]
         last_rows: np.ndarray = self._of_rows.take(rows, mode="clip")
         is_other = (self._admissions.take(rows, mode="clip") != admissions) | (admissions < 0)
         for place in is_other.nonzero()[0].tolist():  # It was admitted anew since, or does not run.

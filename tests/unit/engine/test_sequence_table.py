@@ -88,8 +88,18 @@ def served(engine: Engine) -> dict[tuple[str, Band], int]:
     return {(part.tenant, part.band): part.tokens for part in engine.served_tokens()}
 
 
-@pytest.mark.random_worlds(3000, per_call=100)
+@pytest.mark.random_worlds(300, per_call=50)
 def test_random_worlds_are_those_of_the_plain_scheduler(seeds: Seeds) -> None:
+    check_worlds(seeds)
+
+
+@pytest.mark.deep
+@pytest.mark.random_worlds(3000, per_call=250)
+def test_many_random_worlds_are_those_of_the_plain_scheduler(seeds: Seeds) -> None:
+    check_worlds(seeds)
+
+
+def check_worlds(seeds: Seeds) -> None:
     counts: Counter[str] = Counter()
     for seed in seeds:
         world, plain = played(seed, Engine), played(seed, PlainEngine)
@@ -107,7 +117,7 @@ def test_random_worlds_are_those_of_the_plain_scheduler(seeds: Seeds) -> None:
         counts["held"] += world.runner.num_held
         counts["constrained"] += len(world.constraints)
     if seeds.are_many:
-        assert all(counts[what] > 5 for what in ("preempted", "windows", "states", "held", "constrained")), counts
+        assert all(counts[what] > 2 for what in ("preempted", "windows", "states", "held", "constrained")), counts
 
 
 @dataclass
@@ -159,7 +169,7 @@ def num_calls(num_sequences: int, num_stopping: int = 0, num_steps: int = 30) ->
             sys.setprofile(None)
         assert len(deltas) == num_all
     assert calls.pop("OutputProcessor.continued") == num_sequences * num_steps
-    assert calls.pop("Detokenizer.push") == num_all * num_steps
+    assert calls.pop("Detokenizer.push", 0) == num_stopping * num_steps
     return calls
 
 
