@@ -86,8 +86,6 @@ CONFINED = {
     "msgspec": ("replicas.transport.wire",),
 }
 STDLIB_ONLY = (
-    "replicas.engine",
-    "replicas.transport",
     "replicas.protocol",
     "replicas.errors",
     "replicas.shared_rules",
@@ -98,6 +96,8 @@ STDLIB_ONLY = (
     "router",
 )
 NOT_STDLIB_ONLY = ("router.serve_router", "replicas.transport.wire")
+# The numbers of running sequences are in arrays.
+STDLIB_AND_NUMPY = ("replicas.engine", "replicas.transport")
 
 
 def is_in(module: str, prefixes: tuple[str, ...]) -> bool:
@@ -298,6 +298,7 @@ def test_libraries_stay_where_they_belong(library: str) -> None:
     assert not wrong, f"{wrong} must not import {library}"
 
 
+WITHOUT = ("ray", "torch", "transformers", "fastapi", "pydantic")
 PURE = [module for module in IN_PRODUCT if is_in(module, STDLIB_ONLY) and not is_in(module, NOT_STDLIB_ONLY)]
 
 
@@ -307,8 +308,17 @@ def test_pure_modules_import_only_the_standard_library() -> None:
     assert not foreign, f"neither of the standard library nor of this project: {foreign}"
 
 
+def test_the_engine_imports_the_standard_library_and_numpy() -> None:
+    known = (*sys.stdlib_module_names, *PRODUCT, "numpy")
+    engine = [m for m in IN_PRODUCT if is_in(m, STDLIB_AND_NUMPY) and not is_in(m, NOT_STDLIB_ONLY)]
+    foreign = [(module, name) for module in engine for name in IMPORTS[module] if name.split(".")[0] not in known]
+    assert not foreign, f"neither of the standard library nor numpy nor of this project: {foreign}"
+    import_without((*WITHOUT, "numpy"), ["replicas.engine.config"])
+    import_without(WITHOUT, engine)
+
+
 def test_pure_modules_import_without_ray_or_torch() -> None:
-    import_without(("ray", "torch", "transformers", "fastapi", "pydantic", "numpy"), PURE)
+    import_without((*WITHOUT, "numpy"), PURE)
 
 
 def test_processes_without_a_model_import_no_torch() -> None:

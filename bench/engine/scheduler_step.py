@@ -4,6 +4,10 @@ The real engine over a runner that computes nothing. The timed work is schedulin
 making the deltas. There are two states. In one all running sequences decode. In the other one in twenty ends in each
 step, and a waiting one takes its place. Sizes vary in running and in waiting sequences, to show the growth. Beside each
 size a bare loop over as many sequences measures the speed of the machine at that moment.
+
+A third state is a replica with a GPU: all sequences decode a step ahead, with the tokenizer of the demo model, the plan
+of each step for CUDA graphs, the reading of its tokens and the report of the load. Its time is given as a multiple of
+the bare loop's, as the clock of a shared machine is not steady.
 """
 
 from __future__ import annotations
@@ -11,28 +15,57 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from bench.record import percentile, write
-from replicas.engine.batch import ItemResult, ScheduledBatch
+from replicas.engine.batch import ScheduledBatch, StepResults
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
+from replicas.engine.output_processor import DecoderFactory
+from replicas.model.batch.transfers import DeviceToHostBuffer
+from replicas.model.cuda_graphs.graphs import step_shapes
+from replicas.model.cuda_graphs.padding import StepPadding
+from replicas.model.loading.tokenizer import make_decoder
+from replicas.model.planner import PlannedStep, StepPlanner
+from replicas.model.sampling.sampler import PendingTokens
 from replicas.protocol import Band, FinishReason, GenerateRequest, SamplingParams, TokenDelta, Usage
+from replicas.text.tokenizer_files import load_tokenizer
 from testkit.engine.shadow_runner import IDENTITY, decoders
-from testkit.engine.timed_runner import FinishedStep
 
 NUM_RUNNING, NUM_WAITING, PROMISE_MS = 256, 2000, 2.0
 _SIZES = (
     *((NUM_RUNNING, num_waiting) for num_waiting in (0, 500, NUM_WAITING, 8000, 32_000)),
     *((num_running, NUM_WAITING) for num_running in (32, 64, 128, 512, 1024)),
 )
+_SERVED_SIZES = (1, 8, 64, 256, 1024)
+_ROOT = Path(__file__).resolve().parents[2]
+_MAX_MODEL_LEN = 4096
 _LONG_OUTPUT, _SHORT_OUTPUT = 100_000, 20
 """Mean output tokens: with long outputs no sequence ends, with short ones one in twenty ends in each step."""
 _STOPS, _MOST_TOKENS = frozenset({0}), 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class FreeStep:
+    """Step with its results already present."""
+
+    results: StepResults
+
+    def sample(self) -> None:
+        """Do nothing: the results are known."""
+
+    def collect(self) -> StepResults:
+        """Return the results."""
+        return self.results
 
 
 @dataclass(slots=True)
@@ -41,13 +74,53 @@ class FreeRunner:
 
     spent_s: float = 0.0
 
-    def launch(self, batch: ScheduledBatch) -> FinishedStep:
+    def launch(self, batch: ScheduledBatch) -> FreeStep:
         """Return the same token for every sampled item."""
         started_s = time.thread_time()
-        sampled, nothing = ItemResult(token_id=7), ItemResult()
-        step = FinishedStep([sampled if item.samples else nothing for item in batch.items])
+        step = FreeStep(StepResults(np.where(batch.columns.samples, 7, -1), {}))
         self.spent_s += time.thread_time() - started_s
         return step
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOnly:
+    """Planned step whose tokens are on the host already."""
+
+    planned: PlannedStep
+    tokens: PendingTokens
+    to_host: DeviceToHostBuffer
+
+    def sample(self) -> None:
+        """Do nothing: the tokens are known."""
+
+    def collect(self) -> StepResults:
+        """Read the tokens as those of a device are read."""
+        return self.planned.read(self.tokens, [], self.to_host)
+
+
+class PlanningRunner:
+    """Runner that plans steps for CUDA graphs and gives tokens of a text; the time that the tokens take is counted."""
+
+    def __init__(self, config: EngineConfig, token_ids: list[int]) -> None:
+        loaded: Any = SimpleNamespace(eos_token_ids=frozenset(), vocab_size=config.vocab_size, is_batch_invariant=False)
+        cache: Any = SimpleNamespace(block_size=config.block_size, groups=[SimpleNamespace(layers_per_column=1)])
+        shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+        padding = StepPadding(shapes, config.block_size, _MAX_MODEL_LEN // config.block_size)
+        self._planner = StepPlanner(loaded, cache, padding, None)
+        self._text = torch.tensor(token_ids)
+        self._num_steps = 0
+        self.spent_s = 0.0
+
+    def launch(self, batch: ScheduledBatch) -> PlannedOnly:
+        """Plan the step; its tokens continue the text from another place for each row."""
+        planned = self._planner.plan(batch)
+        started_s = time.thread_time()
+        self._num_steps += 1
+        to_host = DeviceToHostBuffer()
+        tokens = self._text[(torch.arange(len(planned.indices)) * 31 + self._num_steps) % len(self._text)]
+        pending = to_host.add(torch.stack([tokens, torch.ones_like(tokens)]))
+        self.spent_s += time.thread_time() - started_s
+        return PlannedOnly(planned, PendingTokens(tokens, pending, None), to_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +135,76 @@ class StepCost:
     """Time with one in twenty sequences ending in each step."""
     bare_loop_ms: float
     """Time of the bare loop, which only creates and counts objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCost:
+    """CPU time of one step of a replica with a GPU, in milliseconds, and as a multiple of the bare loop's."""
+
+    num_running: int
+    temperature: float
+    step_ms: float
+    bare_loop_ms: float
+    multiple: float = field(default=0.0)
+
+
+@dataclass(slots=True)
+class TextOfDemo:
+    """Tokenizer of the demo model, and the token ids of a text."""
+
+    tokenizer: Any = field(default_factory=lambda: load_tokenizer(str(_ROOT / "replicas" / "demo")))
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the first page of the project."""
+        ids: list[int] = self.tokenizer.encode((_ROOT / "README.md").read_text(), add_special_tokens=False)
+        return ids
+
+    def decoders(self) -> DecoderFactory:
+        """Return the factory of decoders that a replica has."""
+        return lambda request: make_decoder(self.tokenizer, request.prompt_token_ids, request.params)
+
+
+def measure_served(text: TextOfDemo, num_running: int, temperature: float, num_steps: int) -> ServedCost:
+    """Measure steps of a replica with a GPU in turns with bare loops; the smallest of three tenth percentiles counts.
+
+    Other work on the machine slows steps down, which touch much memory, and bare loops less.
+    """
+    turns = []
+    for _ in range(3):
+        step_ms = percentile(_served_ms(text, num_running, temperature, num_steps), 10)
+        bare_ms = percentile(_bare_loops_ms(num_running, num_steps), 10)
+        turns.append(ServedCost(num_running, temperature, step_ms, bare_ms, step_ms / bare_ms))
+    return min(turns, key=lambda cost: cost.multiple)
+
+
+def _served_ms(text: TextOfDemo, num_running: int, temperature: float, num_steps: int) -> list[float]:
+    config = EngineConfig(
+        num_blocks=num_running * 256,
+        max_model_len=_MAX_MODEL_LEN,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=max(64, 8 * num_running),
+        async_scheduling=True,
+        vocab_size=len(text.tokenizer),
+        eos_token_ids=frozenset({len(text.tokenizer)}),
+    )
+    rng, token_ids = random.Random(0), text.token_ids
+    runner = PlanningRunner(config, token_ids)
+    engine = Engine(config, runner, text.decoders(), IDENTITY)
+    for number in range(num_running):
+        first = rng.randrange(len(token_ids) - 64)
+        prompt = tuple(token_ids[first : first + rng.randint(8, 64)])
+        params = SamplingParams(max_tokens=_MAX_MODEL_LEN - 64, temperature=temperature, top_p=0.95, seed=number)
+        engine.add(GenerateRequest(f"r{number}", prompt, params))
+    steps_ms: list[float] = []
+    while len(steps_ms) < num_steps:
+        started_s, runner.spent_s = time.thread_time(), 0.0
+        deltas = engine.step()
+        engine.stats()
+        step_s = time.thread_time() - started_s - runner.spent_s
+        if len(deltas) == num_running:
+            steps_ms.append(step_s * 1e3)
+    return steps_ms
 
 
 def measure(num_running: int, num_waiting: int, num_steps: int) -> StepCost:
@@ -135,15 +278,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="timed steps of each state and size")
     parser.add_argument("--only-promise", action="store_true", help=f"{NUM_RUNNING} running, {NUM_WAITING} waiting")
+    parser.add_argument("--only-served", action="store_true", help="steps of a replica with a GPU alone")
     arguments = parser.parse_args()
+    text = TextOfDemo()
+    served = [
+        measure_served(text, num_running, temperature, arguments.steps)
+        for num_running in _SERVED_SIZES
+        for temperature in (0.0, 0.8)
+    ]
+    Console(width=100).print(_served_table(served))
+    if arguments.only_served:
+        print(write("scheduler_step_served", {"served": [asdict(cost) for cost in served]}))
+        return
     sizes = ((NUM_RUNNING, NUM_WAITING),) if arguments.only_promise else _SIZES
     costs = [measure(*size, arguments.steps) for size in sizes]
     Console(width=100).print(_table(costs))
     promised = next(cost for cost in costs if (cost.num_running, cost.num_waiting) == (NUM_RUNNING, NUM_WAITING))
     is_kept = promised.decoding_ms <= PROMISE_MS
     print(f"{NUM_RUNNING} running, {NUM_WAITING} waiting: at most {PROMISE_MS} ms: {'kept' if is_kept else 'not kept'}")
-    figures = {"promise_ms": PROMISE_MS, "is_kept": is_kept, "sizes": [asdict(cost) for cost in costs]}
+    figures = {
+        "promise_ms": PROMISE_MS,
+        "is_kept": is_kept,
+        "sizes": [asdict(cost) for cost in costs],
+        "served": [asdict(cost) for cost in served],
+    }
     print(write("scheduler_step", figures))
+
+
+def _served_table(costs: list[ServedCost]) -> Table:
+    table = Table(
+        "running", "temperature", "step, ms", "bare loop, ms", "multiple", title="step of a replica with a GPU"
+    )
+    for cost in costs:
+        table.add_row(
+            str(cost.num_running), f"{cost.temperature:.1f}", f"{cost.step_ms:.3f}", f"{cost.bare_loop_ms:.3f}",
+            f"{cost.multiple:.2f}",
+        )  # fmt: skip
+    return table
 
 
 def _table(costs: list[StepCost]) -> Table:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.model_checks import Check
-from replicas.engine.batch import ScheduledSequence
+from replicas.engine.batch import BatchColumns, ScheduledSequence
 from replicas.engine.sequence import Sequence as EngineSequence
 from replicas.errors import ModelLoadError
 from replicas.model.attention.flash import FlashBackend
@@ -23,6 +23,7 @@ from replicas.model.attention.state_cache import StateLayer
 from replicas.model.attention.state_select import StateSpec, check_states
 from replicas.model.attention.state_triton import TritonStateBackend
 from replicas.model.attention.triton import TritonBackend
+from replicas.model.batch.inputs import LastRows
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.hardware.device import compute_capability
 from replicas.model.hardware.selfcheck import relative_error
@@ -168,13 +169,13 @@ def check_token_counts(device: str) -> Check:
     for where, penalizing in ((torch.device(device), penalize), (torch.device("cpu"), penalize_by_definition)):
         counts, slots = TokenCounts(3, vocab_size, where, penalizing), CountSlots(3, vocab_size)
         sequences = [EngineSequence(GenerateRequest(f"{row}", (row, 5, 5), params), 0.0, None, row) for row in range(3)]
-        last_rows = {sequence: row for row, sequence in enumerate(sequences, -len(sequences))}
+        last_rows = LastRows(BatchColumns.of([ScheduledSequence.of(sequence, 0, 1) for sequence in sequences]))
         tokens = no_tokens(where)
         for step in range(num_steps):
             # The newest token is known to the device alone.
             items = [ScheduledSequence.of(sequence, 2 + step, 1) for sequence in sequences]
             to_device = HostToDeviceBuffer()
-            plan = slots.plan(items, last_rows, to_device)
+            plan = slots.plan(BatchColumns.of(items), last_rows, to_device)
             changed = logits.to(where, copy=True)
             assert plan is not None
             counts.apply(plan, changed, DeviceBuffer.of(to_device.words, tokens))

@@ -31,7 +31,7 @@ from bench.engine.decode_steps import build
 from bench.engine.engines import decode_batch
 from bench.engine.models import model_directory
 from bench.record import percentiles, write
-from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import BatchColumns, ScheduledBatch, ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling.masks import MaskThreads
@@ -111,11 +111,11 @@ def mask_times(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerFast, nu
     sequences, rng = sequences_of(compiler, 64), random.Random(1)
     documents = [tokenizer.encode(document_of(schema_of(index), rng)) for index in range(64)]
     threads = MaskThreads(_VOCAB_SIZE, num_threads)
-    items = [ScheduledSequence.of(sequence, 0, 1) for sequence in sequences]
+    columns = BatchColumns.of([ScheduledSequence.of(sequence, 0, 1) for sequence in sequences])
     times = []
     for step in range(min(map(len, documents))):
         started_s = time.perf_counter()
-        masks = threads.masks_of(items)
+        masks = threads.masks_of(columns)
         assert masks is not None
         masks.message()
         times.append((time.perf_counter() - started_s) * 1e3)
@@ -159,12 +159,8 @@ def constrained(batch: ScheduledBatch, constraints: list[GrammarConstraint]) -> 
         old = item.sequence
         held = Fixed(constraints[index]) if index < len(constraints) else None
         new = Sequence(old.request, 0.0, None, index, held)
-        new.token_ids, new.block_table, new.num_computed_tokens = (
-            old.token_ids,
-            old.block_table,
-            old.num_computed_tokens,
-        )
-        new.status = old.status
+        new.token_ids[:] = old.token_ids
+        new.block_table, new.num_computed_tokens, new.status = old.block_table, old.num_computed_tokens, old.status
         items.append(replace(item, sequence=new))
     return ScheduledBatch(tuple(items))
 

@@ -1,5 +1,6 @@
-"""Engine: continuous batching over a paged KV cache, with the standard library alone.
+"""Engine: continuous batching over a paged KV cache, with the standard library and numpy.
 
-Read `sequence.py`, `block_manager.py`, `scheduler.py` and `engine.py`, in this order. May import `replicas.errors`,
-`replicas.protocol`, `replicas.settings`, `replicas.shared_rules`, `replicas.timing`.
+Read `sequence.py`, `sequence_table.py`, `block_manager.py`, `scheduler.py` and `engine.py`, in this order.
+
+May import `replicas.errors`, `replicas.protocol`, `replicas.settings`, `replicas.shared_rules`, `replicas.timing`.
 """

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Protocol
+
+import numpy as np
 
 from replicas.engine.sequence import Sequence
 from replicas.protocol import Band, PositionLogprobs
@@ -81,33 +85,158 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledBatch:
-    """Sequences of one step, each at most once: first those that decode, then those that prefill."""
+class BatchColumns:
+    """Items of a step as arrays, in their order. They stay as they were scheduled, while the sequences go on."""
 
-    items: tuple[ScheduledSequence, ...]
-    decoding_bands: tuple[Band, ...] = ()
-    """Bands of the requests that decode, most urgent first; one is listed twice if a promoted request is in it."""
-    num_held: int = 0
-    """Number of less urgent decodes that the step leaves out for the TPOT of others."""
+    sequences: list[Sequence]
+    rows: np.ndarray
+    """Columns of the sequences in the table of the running ones, all distinct. Those that do not run have free ones."""
+    admissions: np.ndarray
+    """Numbers of the sequences' admissions; -1: the sequence does not run."""
+    starts: np.ndarray
+    num_tokens: np.ndarray
+    samples: np.ndarray
+    newest_tokens: np.ndarray
+    """Last token of each item that samples; -1 if it is a placeholder."""
+    num_recomputed_tokens: np.ndarray
+    preemptions: np.ndarray
+    num_table_blocks: np.ndarray
+    """Number of blocks in the first table of each sequence."""
+    num_decodes: int
+    """Number of the first items whose sequences have been in earlier steps, and miss their newest tokens alone."""
+    special: list[int]
+    """Items whose sequences ask for more than text by temperature, top-p, top-k and min-p."""
+    states: tuple[StateMove, ...] | None = None
+    """State slots of the items; None: the model has no recurrent state."""
+
+    @classmethod
+    def of(cls, items: Items[ScheduledSequence]) -> BatchColumns:
+        """Return the columns of `items`."""
+        sequences = [item.sequence for item in items]
+        taken = {sequence.row for sequence in sequences}
+        free = iter([row for row in range(2 * len(items)) if row not in taken])
+        places = [(next(free), -1) if s.row is None else (s.row, s.admission) for s in sequences]
+        return cls(
+            sequences,
+            np.array([row for row, _ in places], np.int64),
+            np.array([admission for _, admission in places], np.int64),
+            np.array([item.start for item in items], np.int64),
+            np.array([item.num_tokens for item in items], np.int64),
+            np.array([item.samples for item in items], bool),
+            np.array([_last_token(item) for item in items], np.int64),
+            np.array([item.num_recomputed_tokens for item in items], np.int64),
+            np.array([item.preemption for item in items], np.int64),
+            np.array([len(sequence.block_table) for sequence in sequences], np.int64),
+            0,
+            [index for index, sequence in enumerate(sequences) if sequence.is_special],
+            tuple(item.state for item in items),
+        )
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Positions after the items' last ones."""
+        ends: np.ndarray = self.starts + self.num_tokens
+        return ends
+
+    def take(self, indices: Items[int] | np.ndarray) -> BatchColumns:
+        """Return the items at `indices`, those that decode first."""
+        taken = np.asarray(indices, np.int64)
+        sequences = [self.sequences[index] for index in taken.tolist()]
+        return BatchColumns(
+            sequences,
+            self.rows[taken],
+            self.admissions[taken],
+            self.starts[taken],
+            self.num_tokens[taken],
+            self.samples[taken],
+            self.newest_tokens[taken],
+            self.num_recomputed_tokens[taken],
+            self.preemptions[taken],
+            self.num_table_blocks[taken],
+            int(np.count_nonzero(taken < self.num_decodes)),
+            [index for index, sequence in enumerate(sequences) if sequence.is_special] if self.special else [],
+            None if self.states is None else tuple(self.states[index] for index in taken.tolist()),
+        )
+
+    def item(self, index: int) -> ScheduledSequence:
+        """Return one item."""
+        return ScheduledSequence(
+            self.sequences[index],
+            self.starts.item(index),
+            self.num_tokens.item(index),
+            self.samples.item(index),
+            self.num_recomputed_tokens.item(index),
+            self.preemptions.item(index),
+            SCRATCH_STATE if self.states is None else self.states[index],
+        )
+
+
+def _last_token(item: ScheduledSequence) -> int:
+    sequence = item.sequence
+    return sequence.token_ids[item.end - 1] if item.end <= sequence.num_known_tokens else -1
+
+
+class ScheduledBatch:
+    """Sequences of one step, each at most once: first those that decode, then those that prefill.
+
+    It is made of items or of columns; each is made of the other when it is read first.
+    """
+
+    def __init__(
+        self,
+        items: tuple[ScheduledSequence, ...] = (),
+        decoding_bands: tuple[Band, ...] = (),
+        num_held: int = 0,
+        columns: BatchColumns | None = None,
+    ) -> None:
+        self._items = items
+        self._columns = columns
+        self._num_tokens: int | None = None
+        self.decoding_bands = decoding_bands
+        """Bands of the requests that decode, most urgent first; one is listed twice if a promoted request is in it."""
+        self.num_held = num_held
+        """Number of less urgent decodes that the step leaves out for the TPOT of others."""
+
+    def __len__(self) -> int:
+        return len(self._items) if self._columns is None else len(self._columns.sequences)
+
+    @property
+    def columns(self) -> BatchColumns:
+        """Items as arrays."""
+        if self._columns is None:
+            self._columns = BatchColumns.of(self._items)
+        return self._columns
+
+    @property
+    def items(self) -> tuple[ScheduledSequence, ...]:
+        """Items as objects."""
+        if self._columns is not None and not self._items:
+            self._items = tuple(map(self._columns.item, range(len(self._columns.sequences))))
+        return self._items
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens computed in this step."""
-        return sum(item.num_tokens for item in self.items)
+        if self._num_tokens is None:
+            self._num_tokens = int(self.columns.num_tokens.sum())
+        return self._num_tokens
 
     @property
     def is_constrained(self) -> bool:
         """True if the next token of some item is constrained, and so depends on the tokens before it."""
-        return any(item.samples and item.sequence.constraint is not None for item in self.items)
+        samples, sequences = self.columns.samples, self.columns.sequences
+        return any(samples[index] and sequences[index].constraint is not None for index in self.columns.special)
 
     def needs_sync(self, counts_on_device: bool) -> bool:
         """Return True if the host must know a token sampled here before the next step.
 
         Bad words of several tokens need it, and so do penalties unless the device counts the tokens.
         """
+        samples, sequences = self.columns.samples, self.columns.sequences
         return any(
-            item.samples and (item.sequence.has_bad_phrases or (item.sequence.has_penalties and not counts_on_device))
-            for item in self.items
+            samples[index]
+            and (sequences[index].has_bad_phrases or (sequences[index].has_penalties and not counts_on_device))
+            for index in self.columns.special
         )
 
 
@@ -123,6 +252,42 @@ class ItemResult:
     """Log probabilities, if asked for, of the prompt tokens at start + 1 .. min(end, num_prompt_tokens - 1)."""
     error: str | None = None
     """Error of this sequence alone, for example logits that are not numbers; None: it did not fail."""
+
+
+class StepResults:
+    """Results of a step, one for each item, in order: the sampled tokens in an array, all else by item."""
+
+    def __init__(self, token_ids: np.ndarray, others: dict[int, ItemResult]) -> None:
+        """`token_ids` [num_items] int64 has -1 for items without a token; `others` are results with more than one."""
+        self.token_ids = token_ids
+        self.others = others
+
+    @classmethod
+    def of(cls, results: Items[ItemResult]) -> StepResults:
+        """Return the results of all items."""
+        token_ids = [-1 if result.token_id is None else result.token_id for result in results]
+        others = {
+            index: result
+            for index, result in enumerate(results)
+            if result.error is not None or result.logprobs is not None or result.prompt_logprobs
+        }
+        return cls(np.array(token_ids, np.int64), others)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, index: int) -> ItemResult:
+        other = self.others.get(index)
+        if other is not None:
+            return other
+        token_id = self.token_ids.item(index)
+        return _NO_RESULT if token_id < 0 else ItemResult(token_id)
+
+    def __iter__(self) -> Iterator[ItemResult]:
+        return map(self.__getitem__, range(len(self.token_ids)))
+
+
+_NO_RESULT = ItemResult()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +306,10 @@ class CollectedStep:
     """Step with known results."""
 
     batch: ScheduledBatch
-    results: list[tuple[ScheduledSequence, ItemResult]]
-    """Results in order of the items. A repeated step has none for sequences that were preempted or have ended since."""
+    computed: ScheduledBatch
+    """Items with results. A repeated step has none for sequences that were preempted or have ended since."""
+    results: StepResults
+    """Results of the items of `computed`."""
     collected_s: float
     """Monotonic time at which the results became known."""
     duration_s: float
@@ -162,7 +329,7 @@ class LaunchedStep(Protocol):
             Exception: the batch failed; steps launched before are not affected.
         """
 
-    def collect(self) -> list[ItemResult]:
+    def collect(self) -> StepResults:
         """Wait for the step and return one result per item, in order.
 
         Called once, after `sample`, in the order of the launches.

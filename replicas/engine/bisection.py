@@ -40,7 +40,7 @@ class Bisection:
 
     def succeeded(self, batch: ScheduledBatch) -> None:
         """Note a batch that did not fail."""
-        self._good_token_id = batch.items[0].sequence.token_ids[0]
+        self._good_token_id = batch.columns.sequences[0].request.prompt_token_ids[0]
         self._num_unexplained = 0
 
     def repeat(self, items: Items[ScheduledSequence], cause: Exception) -> list[ItemResult]:

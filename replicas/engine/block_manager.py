@@ -11,6 +11,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator
 from itertools import chain, zip_longest
 
+import numpy as np
+
 from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Sequence
 from replicas.engine.state_slots import StateSlots
@@ -140,6 +142,7 @@ class BlockManager:
             num_missing = max(0, end - len(table))
             table.extend(self._take_free_block() for _ in range(num_missing))
             sequence.num_blocks += num_missing
+        sequence.num_table_blocks = len(sequence.block_table)
 
     def computed(self, sequence: Sequence, num_computed_before: int) -> None:
         """Make reusable what was computed since `num_computed_before`: full blocks, and the state at their end.
@@ -152,6 +155,15 @@ class BlockManager:
             self.states.computed(sequence)
         if self._has_windows:
             self._give_back_unseen(sequence, num_computed_before)
+
+    def changes_at(self, num_computed: np.ndarray) -> np.ndarray:
+        """Return for decodes that have just reached `num_computed` tokens whether `computed` changes a block."""
+        size = self._config.block_size
+        changes = num_computed % size == 0 if self._config.enable_prefix_caching else np.zeros(len(num_computed), bool)
+        for window in self._windows:
+            if window is not None:
+                changes = changes | ((num_computed + 1 - window) % size == 0)
+        return changes
 
     def _publish(self, sequence: Sequence, num_computed_before: int) -> None:
         block_size = self._config.block_size
@@ -193,7 +205,7 @@ class BlockManager:
             self._release(block)
         sequence.block_table.clear()
         sequence.more_tables.clear()
-        sequence.num_blocks = 0
+        sequence.num_blocks = sequence.num_table_blocks = 0
         sequence.num_computed_tokens = sequence.num_in_flight_tokens = 0
 
     def check_invariants(self, sequences: list[Sequence]) -> None:

@@ -6,9 +6,12 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from replicas.engine.batch import CollectedStep
+import numpy as np
+
+from replicas.engine.batch import BatchColumns, CollectedStep
 from replicas.engine.config import EngineConfig
-from replicas.engine.sequence import Phase, Sequence
+from replicas.engine.sequence import BAND, DECODES, EFFECTIVE_BAND, HELD_STEPS, LAST_TOKEN_S, Sequence
+from replicas.engine.sequence_table import Lag, SequenceTable
 from replicas.protocol import BANDS
 
 _WINDOW_STEPS = 8
@@ -134,7 +137,8 @@ class DecodeLimits:
     steps at most one is a reference step of each band.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, table: SequenceTable) -> None:
+        self._table = table
         self._controllers = {
             band: TpotController(target_s, config.num_slots)
             for band, target_s in zip(BANDS[:-1], config.tpot_targets_s, strict=False)
@@ -151,26 +155,29 @@ class DecodeLimits:
         targets_s = [self._controllers[band].target_s if band in self._controllers else math.inf for band in BANDS]
         return tuple(target_s if target_s < math.inf else None for target_s in targets_s)
 
-    def hold(self, running: list[Sequence]) -> frozenset[Sequence]:
-        """Return the decodes that the next step leaves out, and count the step for them. `running` is by urgency."""
+    def hold(self, running: list[Sequence], lag: Lag) -> list[int]:
+        """Return the decodes that the next step leaves out, as indices of `running`, and count the step for them.
+
+        `running` is by urgency, and `lag` is what it misses.
+        """
         self.least_urgent_band = BANDS[-1]
         if not self._controllers or not running or running[0].effective_band is running[-1].effective_band:
-            return frozenset()  # The usual case.
-        decoding = [sequence for sequence in running if sequence.is_decoding]
-        held: set[Sequence] = set()
+            return []  # The usual case.
+        decodes = lag.is_decoding.nonzero()[0]
+        numbers = self._table.numbers.take(lag.rows[decodes], axis=1)
+        held = np.zeros(len(decodes), bool)
         for band, controller in self._controllers.items():
-            if not any(sequence.band is band and sequence not in held for sequence in decoding):
+            if not np.count_nonzero((numbers[BAND] == band) & ~held):
                 continue
-            others = [s for s in decoding if s.effective_band > band and s not in held]
-            if others:
-                others.sort(key=lambda sequence: -sequence.num_held_steps)
+            others = ((numbers[EFFECTIVE_BAND] > band) & ~held).nonzero()[0]
+            if len(others):
+                others = others[np.argsort(-numbers[HELD_STEPS, others], kind="stable")]
                 if controller.begin_step():
                     self.least_urgent_band = min(self.least_urgent_band, band)
-                    held.update(others)
-                held.update(others[controller.limit :])
-        for sequence in held:
-            sequence.num_held_steps += 1
-        return frozenset(held)
+                    held[others] = True
+                held[others[controller.limit :]] = True
+        self._table.numbers[HELD_STEPS, lag.rows[decodes[held]]] += 1
+        return [int(index) for index in decodes[held]]
 
     def stepped(self, step: CollectedStep) -> None:
         """Adapt the limits to a step. Called before its tokens are applied."""
@@ -179,17 +186,28 @@ class DecodeLimits:
             return
         if len(batch.decoding_bands) == 1 and not batch.num_held:  # The usual case.
             controller = self._controllers.get(batch.decoding_bands[0])
-            if controller is not None and batch.num_tokens == len(batch.items):
-                controller.refer(_gap_s(step, batch.items[0].sequence))
+            if controller is not None and batch.num_tokens == len(batch):
+                controller.refer(_gap_s(step, batch.columns.sequences[0]))
             return
-        decodes = [item.sequence for item in batch.items if item.sequence.phases.phase is Phase.DECODE]
+        numbers, last_token_s = self._decodes(batch.columns)
         for band, controller in self._controllers.items():
-            gaps_s = [_gap_s(step, sequence) for sequence in decodes if sequence.band is band]
-            num_less_urgent = sum(sequence.effective_band > band for sequence in decodes)
-            if gaps_s and not num_less_urgent and batch.num_tokens == len(decodes):
+            gaps_s = (step.collected_s - last_token_s[numbers[BAND] == band]).tolist()
+            num_less_urgent = int(np.count_nonzero(numbers[EFFECTIVE_BAND] > band))
+            if gaps_s and not num_less_urgent and batch.num_tokens == numbers.shape[1]:
                 controller.refer(gaps_s[0])
             if num_less_urgent or batch.num_held:
                 controller.observe(gaps_s, num_less_urgent, batch.num_held)
+
+    def _decodes(self, columns: BatchColumns) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers of a step's decodes, and the times of their last tokens, in order of the items."""
+        table, rows = self._table, columns.rows
+        numbers, last_token_s = table.numbers.take(rows, axis=1), table.times[LAST_TOKEN_S, rows]
+        for index in (~table.has(columns)).nonzero()[0].tolist():
+            # It was preempted or ended while the step was in flight.
+            sequence = columns.sequences[index]
+            numbers[:, index], last_token_s[index] = sequence.numbers, sequence.times[LAST_TOKEN_S]
+        is_decode = numbers[DECODES] > 0
+        return numbers[:, is_decode], last_token_s[is_decode]
 
 
 def _gap_s(step: CollectedStep, sequence: Sequence) -> float:

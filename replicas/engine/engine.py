@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
+
 from replicas.engine.batch import CollectedStep, ItemResult, ModelRunner, ScheduledSequence, ScheduledStep
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig
@@ -13,7 +15,7 @@ from replicas.engine.constraint import Constraint
 from replicas.engine.output_processor import DecoderFactory, OutputProcessor
 from replicas.engine.pipeline import Pipeline
 from replicas.engine.scheduler import Scheduler
-from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.engine.sequence import DEVICE_S, KNOWN, PROMPT, WORK, Sequence, SequenceStatus
 from replicas.engine.stats import START_TIME, EngineStats, gauge
 from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
 from replicas.protocol import (
@@ -137,13 +139,9 @@ class Engine:
 
     def stats(self) -> ReplicaStats:
         """Return the present load."""
-        running, held_blocks = [0] * len(Band), [0] * len(Band)
-        parts = self._scheduler.waiting.parts.copy()
-        for sequence in self._scheduler.running:
-            band = sequence.effective_band
-            running[band] += 1
-            held_blocks[band] += sequence.num_blocks
-            parts.count(sequence, band)
+        running, parts = self._scheduler.load(), self._scheduler.waiting.parts.copy()
+        for share in running.by_ingress:
+            parts.add(share)
         return ReplicaStats(
             replica_id=self._identity.replica_id,
             node_id=self._identity.node_id,
@@ -153,12 +151,12 @@ class Engine:
             num_slots=self._config.num_slots,
             num_blocks=self._config.num_blocks,
             num_free_blocks=self._scheduler.blocks.num_free_blocks,
-            num_running_by_band=tuple(running),
+            num_running_by_band=running.num_by_band,
             num_waiting_by_band=self._scheduler.waiting.num_by_band,
             waiting_tokens=self._scheduler.waiting.num_tokens,
             generated_tokens_per_s=self._stats.rate.tokens_per_s if self.has_work else 0.0,
             is_draining=self._is_draining,
-            num_held_blocks_by_band=tuple(held_blocks),
+            num_held_blocks_by_band=running.num_blocks_by_band,
             outstanding_tokens=parts.num_outstanding_tokens,
             by_ingress=parts.shares(),
             block_size=self._config.block_size,
@@ -245,16 +243,53 @@ class Engine:
 
     def _apply(self, steps: Iterable[CollectedStep]) -> list[TokenDelta]:
         """Apply the results of steps to their sequences; return the sequences' deltas."""
-        deltas = []
+        deltas: list[TokenDelta] = []
         for step in steps:
-            self._stats.stepped(step)
+            self._stats.stepped(step, self._scheduler.table)
             self._scheduler.latency.stepped(step.batch, step.duration_s)
             self._scheduler.decodes.stepped(step)
-            for item, result in step.results:
-                delta = self._advance(item, result, step.collected_s)
-                if delta is not None:
-                    deltas.append(self._complete(item.sequence, delta, step.collected_s))
+            deltas += filter(None, self._apply_one(step))
         return deltas
+
+    def _apply_one(self, step: CollectedStep) -> list[TokenDelta | None]:
+        """Apply the results of one step; return a delta, or None, for each item.
+
+        The usual tokens are applied at once. All others change blocks, whose order is that of the items.
+        """
+        columns, now = step.computed.columns, step.collected_s
+        is_uneventful = self._scheduler.uneventful(columns, step.results)
+        deltas: list[TokenDelta | None] = [None] * len(columns.sequences)
+        faults = self._continue(step, is_uneventful.nonzero()[0], deltas)
+        for index in sorted([*(~is_uneventful).nonzero()[0].tolist(), *faults]):
+            item = columns.item(index)
+            if index in faults:
+                item.sequence.undo_append()
+                delta: TokenDelta | None = self._output_processors[item.sequence.request_id].fail(faults[index])
+            else:
+                delta = self._advance(item, step.results[index], now)
+            deltas[index] = None if delta is None else self._complete(item.sequence, delta, now)
+        return deltas
+
+    def _continue(
+        self, step: CollectedStep, indices: np.ndarray, deltas: list[TokenDelta | None]
+    ) -> dict[int, SequenceFailed]:
+        """Apply tokens that end no sequence and change no block; return the errors of those that have no text."""
+        table, columns = self._scheduler.table, step.computed.columns
+        rows, token_ids = columns.rows[indices], step.results.token_ids[indices]
+        table.append(rows, token_ids)
+        self._stats.continued(table.times, rows, step.collected_s)
+        num_output_tokens = (table.numbers[KNOWN, rows] - table.numbers[PROMPT, rows]).tolist()
+        work, device_s = table.numbers[WORK, rows].tolist(), table.times[DEVICE_S, rows].tolist()
+        faults: dict[int, SequenceFailed] = {}
+        progress = zip(token_ids.tolist(), num_output_tokens, work, device_s, strict=True)
+        for index, numbers in zip(indices.tolist(), progress, strict=True):
+            processor = self._output_processors[columns.sequences[index].request_id]
+            try:
+                deltas[index] = processor.continued(*numbers)
+            except SequenceFailed as error:
+                faults[index] = error
+        self._stats.undecodable(len(faults))
+        return faults
 
     def _advance(self, item: ScheduledSequence, result: ItemResult, now: float) -> TokenDelta | None:
         """Apply a step's result to one sequence; return its delta, or None if there is nothing to show yet."""

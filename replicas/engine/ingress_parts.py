@@ -27,6 +27,12 @@ class IngressParts:
         if num < 0 and not any(part):
             del self._parts[ingress_id]
 
+    def add(self, share: IngressShare) -> None:
+        """Add sequences of one ingress."""
+        part = self._parts.setdefault(share.ingress_id, [0] * (len(Band) + 1))
+        for index, num in enumerate((*share.num_by_band, share.outstanding_tokens)):
+            part[index] += num
+
     def copy(self) -> IngressParts:
         """Return parts that change on their own. Any thread may call it."""
         copied = IngressParts()

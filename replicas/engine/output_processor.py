@@ -92,7 +92,8 @@ class OutputProcessor:
         self._eos_token_ids = eos_token_ids
         request = sequence.request
         try:
-            self._detokenizer = Detokenizer(decoders(request), request.params.stop)
+            decoder = decoders(request)
+            self._detokenizer, self._push = Detokenizer(decoder, request.params.stop), decoder.push
             for index, token_id in enumerate(request.output_token_ids):
                 # The reader has this text already. Text that was held back is held back again.
                 self._detokenizer.push(token_id, may_stop=index >= request.params.min_tokens)
@@ -125,6 +126,29 @@ class OutputProcessor:
         logprobs = () if result.logprobs is None else (result.logprobs,)
         new_token_ids = tuple(sequence.token_ids[-1 - sequence.num_forced_tokens :])
         return self._delta(new_token_ids, text, stop, logprobs, prompt_logprobs)
+
+    def continued(self, token_id: int, num_output_tokens: int, work_tokens: int, device_s: float) -> TokenDelta:
+        """Return the delta of a token that was appended and does not end the sequence, which has text alone.
+
+        The other arguments are the sequence's present numbers.
+
+        Raises:
+            SequenceFailed: the token cannot be decoded.
+        """
+        sequence = self.sequence
+        try:
+            text = self._push(token_id)  # There are no stop strings.
+        except Exception as error:  # A tokenizer may raise anything; only this sequence fails.
+            raise _undecodable(error) from error
+        usage = Usage(
+            sequence.num_prompt_tokens,
+            num_output_tokens,
+            sequence.num_cached_tokens or 0,
+            work_tokens,
+            sequence.recomputed_tokens,
+            device_s,
+        )
+        return TokenDelta(sequence.request_id, num_output_tokens - 1, (token_id,), text, usage)
 
     def fail(self, error: ServingError) -> TokenDelta:
         """Return the last delta of a sequence that cannot go on."""

@@ -13,8 +13,8 @@ from replicas.engine.batch import (
     LaunchedStep,
     ModelRunner,
     ScheduledBatch,
-    ScheduledSequence,
     ScheduledStep,
+    StepResults,
 )
 from replicas.engine.bisection import Bisection
 from replicas.engine.config import EngineConfig
@@ -31,7 +31,7 @@ class _FailedStep:
     def sample(self) -> None:
         """Do nothing: there is no step."""
 
-    def collect(self) -> list[ItemResult]:
+    def collect(self) -> StepResults:
         """Raise the error of the launch."""
         raise self.error
 
@@ -93,8 +93,7 @@ class Pipeline:
             launched = self._runner.launch(step.batch)
         except Exception as error:  # Raised later, when the step is collected, so that results stay in launch order.
             launched, may_wait = _FailedStep(error), False
-        for item in step.batch.items:
-            item.sequence.launched(item.num_tokens, item.samples)
+        self._scheduler.launched(step.batch)
         self._in_flight.append(_StepInFlight(step, launched, may_wait))
 
     def _collect_due(self, has_launched: bool) -> Iterator[CollectedStep]:
@@ -115,20 +114,22 @@ class Pipeline:
 
     def _collect(self, step: _StepInFlight) -> CollectedStep:
         scheduled = step.scheduled
-        results = self._results(scheduled.batch, step.launched)
+        computed, results = self._results(scheduled.batch, step.launched)
         now = self._clock.monotonic()
         duration_s = now - max(scheduled.begun_s, self._last_collected_s)
         self._last_collected_s = now
-        return CollectedStep(scheduled.batch, results, now, duration_s, scheduled.is_saturated)
+        return CollectedStep(scheduled.batch, computed, results, now, duration_s, scheduled.is_saturated)
 
-    def _results(self, batch: ScheduledBatch, launched: LaunchedStep) -> list[tuple[ScheduledSequence, ItemResult]]:
+    def _results(self, batch: ScheduledBatch, launched: LaunchedStep) -> tuple[ScheduledBatch, StepResults]:
+        """Return the results of a step, and the items that they belong to."""
         try:
             results = launched.collect()
         except Exception as error:
             self._discard()
             return self._repeat(batch, error)
+        assert len(results) == len(batch)
         self._bisection.succeeded(batch)
-        return list(zip(batch.items, results, strict=True))
+        return batch, results
 
     def _discard(self) -> None:
         """Drop all steps launched after a failed step, since they read KV that the failed step should have written."""
@@ -139,16 +140,16 @@ class Pipeline:
                 self._scheduler.revoke(item)
         self._in_flight.clear()
 
-    def _repeat(self, batch: ScheduledBatch, cause: Exception) -> list[tuple[ScheduledSequence, ItemResult]]:
-        live = [item for item in batch.items if item.holds_blocks]
+    def _repeat(self, batch: ScheduledBatch, cause: Exception) -> tuple[ScheduledBatch, StepResults]:
+        live = tuple(item for item in batch.items if item.holds_blocks)
         for item in batch.items:
             if not item.holds_blocks:
                 self._scheduler.revoke(item)
-        return list(zip(live, self._bisection.repeat(live, cause), strict=True))
+        return ScheduledBatch(live), StepResults.of(self._bisection.repeat(live, cause))
 
     def _run_alone(self, batch: ScheduledBatch) -> list[ItemResult]:
         """Run a batch and wait for it, while no step is in flight."""
         self.num_repeats += 1
         step = self._runner.launch(batch)
         step.sample()
-        return step.collect()
+        return list(step.collect())

@@ -6,11 +6,24 @@ from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator
 from operator import attrgetter
 
-from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+import numpy as np
+
+from replicas.engine.batch import BatchColumns, ScheduledBatch, ScheduledSequence, StepResults
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig, KVPressurePolicy
 from replicas.engine.decode_limits import DecodeLimits
-from replicas.engine.sequence import Phase, Sequence, SequenceStatus
+from replicas.engine.sequence import (
+    DECODES,
+    KNOWN,
+    MAX_OUTPUT,
+    MAX_PENDING_TOKENS,
+    PENDING,
+    PROMPT,
+    Phase,
+    Sequence,
+    SequenceStatus,
+)
+from replicas.engine.sequence_table import Lag, RunningLoad, SequenceTable
 from replicas.engine.step_plan import LatencyController, StepPlan
 from replicas.engine.tenant_slots import TenantBlocks, TenantSlots
 from replicas.engine.waiting_queue import WaitingQueue
@@ -58,6 +71,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
         self._config = config
         self.blocks = blocks
+        self.table = SequenceTable(config.num_slots)
         self.waiting = WaitingQueue(config.max_num_batched_tokens)
         """Queue of the sequences without a slot; callers only read it."""
         self.running: list[Sequence] = []
@@ -65,7 +79,7 @@ class Scheduler:
         # Time at which each band last got tokens, or began to wait if that is later.
         self._served_s = dict.fromkeys(Band, 0.0)
         self.latency = LatencyController(config)
-        self.decodes = DecodeLimits(config)
+        self.decodes = DecodeLimits(config, self.table)
         self.num_held = 0
         """Number of decodes that the last step left out."""
         self._slots = TenantSlots(config.num_slots)
@@ -79,7 +93,7 @@ class Scheduler:
     def add(self, sequence: Sequence, now: float) -> None:
         """Add a new sequence to the waiting queue."""
         sequence.phases.begin(now)
-        if not self._wants_prefill(sequence.band):
+        if not self._wants_prefill(sequence.band, self._prefilling(self._lag())):
             self._served_s[sequence.band] = max(self._served_s[sequence.band], min(now, sequence.arrival_s))
         self.waiting.add(sequence)
 
@@ -89,6 +103,7 @@ class Scheduler:
             self.running.remove(sequence)
             self._slots.give_back(sequence)
             self.blocks.free(sequence)
+            self.table.leave(sequence)
         elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
@@ -97,27 +112,58 @@ class Scheduler:
         """Schedule the next step; return None if no sequence has tokens to compute."""
         self._num_steps += 1
         self._now_s = now
-        self._promote_starved(now)
-        self._grow_running()
-        held = self.decodes.hold(self.running)
+        lag = self._lag()
+        if self._promote_starved(lag, now):
+            lag = self._lag()
+        if self._grow_running(lag):
+            lag = self._lag()
+        held = self.decodes.hold(self.running, lag)
         self.num_held = len(held)
-        plan = StepPlan(self._config, self.running, held)
+        plan = StepPlan(self._config, self.table, self.running, lag, held)
         for band in plan.decoding_bands:
             self._served_s[band] = now
-        for band in BANDS[: self.decodes.least_urgent_band + 1]:
+        has_prefills = plan.has_prefilling or len(self.waiting) > 0
+        for band in BANDS[: self.decodes.least_urgent_band + 1] if has_prefills else ():
             plan.limit(self.latency.num_tokens(plan.num_decode_tokens, self._is_more_urgent_than_running(band)))
             self._schedule_prefills(plan, band, now)
         return plan.batch(self.blocks.states)
 
     def is_saturated(self, batch: ScheduledBatch) -> bool:
         """Return True if `batch`, which was scheduled last, has as much work as the limits allow."""
-        if len(batch.items) == 1 and batch.items[0].sequence.request.is_isolated:
+        if len(batch) == 1 and batch.columns.sequences[0].request.is_isolated:
             return False
         return (
             len(self.waiting) > 0
             or len(self.running) == self._config.num_slots
             or batch.num_tokens == self._config.max_num_batched_tokens
         )
+
+    def launched(self, batch: ScheduledBatch) -> None:
+        """Note that a step was launched."""
+        self.table.launched(batch.columns)
+
+    def uneventful(self, columns: BatchColumns, results: StepResults) -> np.ndarray:
+        """Return for each item [num_items] bool whether its sequence gets a token, goes on, and changes no block.
+
+        It has no constraint, log probabilities or stop strings, and the token is no stop token of any sequence.
+        """
+        table, rows, token_ids = self.table, columns.rows, results.token_ids
+        if self.blocks.states.num_slots:
+            return np.zeros(len(rows), bool)
+        numbers = table.numbers.take(rows, axis=1)
+        is_uneventful: np.ndarray = table.has(columns) & table.has_text_alone[rows] & columns.samples
+        is_uneventful &= (columns.num_tokens == 1) & (numbers[DECODES] > 0) & (numbers[PENDING] < MAX_PENDING_TOKENS)
+        is_uneventful &= numbers[KNOWN] + 1 - numbers[PROMPT] < numbers[MAX_OUTPUT]
+        is_uneventful &= ~self.blocks.changes_at(columns.starts + 1)
+        for token_id in {*self._config.eos_token_ids, *table.stop_tokens}:
+            is_uneventful &= token_ids != token_id
+        if results.others:
+            is_uneventful[list(results.others)] = False
+        return is_uneventful
+
+    def load(self) -> RunningLoad:
+        """Return the present load of the running sequences."""
+        return self.table.load()
 
     def computed(self, item: ScheduledSequence) -> None:
         """Note that the tokens that a step computed of a sequence have been collected."""
@@ -147,7 +193,8 @@ class Scheduler:
         assert self.running == sorted(self.running, key=_urgency)
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING
-            assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
+            assert 0 <= sequence.num_computed_tokens < sequence.num_known_tokens
+            assert sequence.num_table_blocks == len(sequence.block_table)
             assert sequence.num_in_flight_tokens >= 0 and sequence.num_placeholder_tokens >= 0
             assert sequence.num_scheduled_tokens <= sequence.num_tokens
             assert sequence.num_held_steps <= self.decodes.max_held_steps
@@ -155,6 +202,7 @@ class Scheduler:
         for sequence in self.waiting.sequences():
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.block_table and sequence.num_scheduled_tokens == 0
+        self.table.check_invariants(self.running)
         self.waiting.check_invariants()
         self._slots.check_invariants(self.running)
         self.blocks.check_invariants(self.running)
@@ -162,19 +210,30 @@ class Scheduler:
     def _is_more_urgent_than_running(self, band: Band) -> bool:
         return bool(self.running) and band < self.running[-1].effective_band
 
-    def _promote_starved(self, now: float) -> None:
-        for band in list(Band)[1:]:
-            if self._wants_prefill(band) and now - self._served_s[band] >= self._config.promote_after_s:
-                self._promote(band)
-                self._served_s[band] = now
+    def _promote_starved(self, lag: Lag, now: float) -> bool:
+        """Promote a sequence of each band that has starved; return True if there is one."""
+        prefilling = self._prefilling(lag)
+        starved = [
+            band
+            for band in BANDS[1:]
+            if now - self._served_s[band] >= self._config.promote_after_s and self._wants_prefill(band, prefilling)
+        ]
+        for band in starved:
+            self._promote(band, prefilling)
+            self._served_s[band] = now
+        return bool(starved)
 
-    def _wants_prefill(self, band: Band) -> bool:
-        return self.waiting.num_by_band[band] > 0 or any(
-            sequence.band is band and sequence.is_prefilling for sequence in self.running
-        )
+    def _lag(self) -> Lag:
+        return self.table.lag(self.running, self._config.block_size)
 
-    def _promote(self, band: Band) -> None:
-        running = [s for s in self.running if s.effective_band is band and s.is_prefilling]
+    def _prefilling(self, lag: Lag) -> list[Sequence]:
+        return [self.running[index] for index in lag.is_prefilling.nonzero()[0].tolist()]
+
+    def _wants_prefill(self, band: Band, prefilling: list[Sequence]) -> bool:
+        return self.waiting.num_by_band[band] > 0 or any(sequence.band is band for sequence in prefilling)
+
+    def _promote(self, band: Band, prefilling: list[Sequence]) -> None:
+        running = [sequence for sequence in prefilling if sequence.effective_band is band]
         sequence = running[0] if running else self.waiting.head(band, with_long=True)
         if sequence is None:
             return  # All candidates are promoted already.
@@ -184,21 +243,22 @@ class Scheduler:
             sequence.is_promoted = True
             self._slots.take(sequence)
             self.running.sort(key=_urgency)
+            self.table.promoted(sequence)
         else:
             self.waiting.remove(sequence)
             sequence.is_promoted = True
             self.waiting.add(sequence)
 
-    def _grow_running(self) -> None:
-        block_size = self._config.block_size
-        for sequence in self.running.copy():
-            if sequence.num_tokens <= len(sequence.block_table) * block_size:
-                continue  # The usual case, checked here since this runs for every sequence in every step.
+    def _grow_running(self, lag: Lag) -> bool:
+        """Give blocks to the sequences that lack room; return True if some sequence was preempted for them."""
+        num_preemptions = self.num_preemptions
+        for sequence in [self.running[index] for index in lag.lacks_room.nonzero()[0].tolist()]:
             while sequence.status is SequenceStatus.RUNNING:
                 if self.blocks.can_grow(sequence, sequence.num_tokens):
                     self.blocks.grow(sequence, sequence.num_tokens)
                     break
                 self._preempt(self._first_to_preempt())
+        return self.num_preemptions > num_preemptions
 
     def _first_to_preempt(self) -> Sequence:
         """Return the sequence of the least urgent band whose blocks running ones get."""
@@ -299,8 +359,9 @@ class Scheduler:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         sequence.status = SequenceStatus.RUNNING
-        sequence.phases.enter(Phase.PREFILL, self._now_s)
+        sequence.enter_phase(Phase.PREFILL, self._now_s)
         insort(self.running, sequence, key=_urgency)
+        self.table.enter(sequence)
         self._slots.take(sequence)
 
     def _could_fit(self, sequence: Sequence) -> bool:
@@ -378,9 +439,10 @@ class Scheduler:
         sequence.num_preempted_tokens = max(sequence.num_preempted_tokens, sequence.num_scheduled_tokens)
         self.blocks.free(sequence)
         sequence.status = SequenceStatus.WAITING
-        sequence.phases.enter(Phase.PREEMPTED, self._now_s)
+        sequence.enter_phase(Phase.PREEMPTED, self._now_s)
         sequence.num_preemptions += 1
         sequence.is_fairness_preempted = False
         self.num_preemptions += 1
+        self.table.leave(sequence)
         self.waiting.add(sequence)
         return sequence

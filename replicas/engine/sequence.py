@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
+
+import numpy as np
 
 from replicas.engine.constraint import Constraint
 from replicas.protocol import Band, GenerateRequest, PhaseSeconds, PositionLogprobs
@@ -81,8 +84,39 @@ class PhaseTimes:
         )
 
 
+(
+    KNOWN, PENDING, COMPUTED, IN_FLIGHT, PLACEHOLDERS, FORCED, PREEMPTED, MAX_COMPUTED, PROMPT, MAX_OUTPUT,
+    EXPECTED_OUTPUT, TABLE_BLOCKS, BLOCKS, NEWEST_TOKEN, HELD_STEPS, PREEMPTIONS, WORK, BAND, EFFECTIVE_BAND, DECODES,
+    NUM_NUMBERS,
+) = range(21)  # fmt: skip
+"""Indices of the numbers of a sequence: token counts, unless their names say otherwise."""
+DEVICE_S, LAST_TOKEN_S, NUM_TIMES = range(3)
+"""Indices of the times of a sequence, seconds."""
+MAX_PENDING_TOKENS = 64
+"""Most output tokens of a running sequence that are in the table alone."""
+
+
+_NOTHING_PENDING = np.zeros(0, np.int64)
+
+
+class _Number:
+    """Descriptor of one of a sequence's numbers."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, sequence: Sequence, _: type[Sequence]) -> int:
+        return sequence.numbers.item(self._index)
+
+    def __set__(self, sequence: Sequence, value: int) -> None:
+        sequence.numbers[self._index] = value
+
+
 class Sequence:
     """Sequence: its known tokens, the number of computed ones, and the blocks that hold their KV.
+
+    What changes with every token are numbers in an array. While the sequence runs, they are a column of the scheduler's
+    `SequenceTable`, which advances all running sequences at once.
 
     A block table belongs to a group of layers. In the table of layers with a window, the places of blocks that no later
     token sees hold 0.
@@ -93,7 +127,7 @@ class Sequence:
     Invariants:
         0 <= num_scheduled_tokens <= num_tokens; the blocks of each table have room for the scheduled tokens.
         No table is shorter than `block_table`.
-        0 <= num_computed_tokens <= len(token_ids): every computed token is known.
+        0 <= num_computed_tokens <= num_known_tokens: every computed token is known.
         WAITING or FINISHED <=> `block_table` is empty. Preemption keeps the tokens and placeholders.
         The first `num_preempted_tokens` tokens were computed or in flight when a preemption took their blocks.
     """
@@ -117,25 +151,37 @@ class Sequence:
         self.arrival_index = arrival_index
         self.constraint = constraint
         self.is_promoted = request.is_promoted
-        self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
+        self.row: int | None = None
+        """Column of the sequence in the table of the running ones; None: it does not run."""
+        self.admission = -1
+        """Number of the sequence's admission to that column."""
+        self.numbers = np.zeros(NUM_NUMBERS, np.int64)
+        self.times = np.array([0.0, math.nan])
+        self.pending = _NOTHING_PENDING
+        """Newest tokens of the sequence, of which the first `PENDING` are not in the list yet."""
+        self._token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.num_computed_tokens = self.num_in_flight_tokens = self.num_placeholder_tokens = 0
-        self.num_forced_tokens = 0
-        """Tokens at the end that the constraint forced, and that are neither computed nor in flight."""
-        # The last allowed output token is never computed, as no token follows it.
-        self._max_computed_tokens = max(len(self.token_ids), self.num_prompt_tokens + request.params.max_tokens - 1)
         params = request.params
+        # The last allowed output token is never computed, as no token follows it.
+        self._max_computed_tokens = max(len(self._token_ids), self.num_prompt_tokens + params.max_tokens - 1)
         self.has_penalties = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
         """True if counts of the earlier tokens change the probabilities of the next one."""
         self.has_bad_phrases = any(len(word) > 1 for word in params.bad_words)
         """True if the earlier tokens in their order forbid some next ones."""
+        self.is_special = (
+            constraint is not None
+            or self.has_penalties
+            or any(map(bool, (params.bad_words, params.logit_bias, params.min_tokens, params.allowed_token_ids)))
+            or params.logprobs is not None
+        )
+        """True if sampling needs more than temperature, top-p, top-k and min-p."""
+        self.has_text_alone = constraint is None and params.logprobs is None and not params.stop
+        """True if an output token changes nothing but the numbers and the text, unless it ends the sequence."""
         self.block_table: list[int] = []
         self.more_tables: list[list[int]] = []
         """Block tables after the first one, if the model's layers are in several groups."""
-        self.num_blocks = 0
-        """Number of blocks in all tables."""
         self.block_hashes: list[bytes] = []
         self.state_slots: list[HeldSlot] = []
         """Slots with recurrent state, in order of the steps that write them; the next step reads the last one."""
@@ -149,19 +195,52 @@ class Sequence:
         """True if the last preemption was for another tenant's fair share."""
         self.fairness_preemption_step: int | None = None
         """Number of the step of the last such preemption."""
-        self.num_held_steps = 0
-        """Steps in a row that left out the sequence, which decodes, for the TPOT of others."""
         self.num_prompt_logprobs = 0
-        self.work_tokens = 0
-        """Tokens computed in the steps that were collected, each as often as it was computed."""
         self.recomputed_tokens = 0
         """Tokens among these that were lost to a preemption before."""
-        self.device_s = 0.0
-        """Share of the time of these steps, seconds."""
         self.phases = PhaseTimes()
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
+
+    num_computed_tokens = _Number(COMPUTED)
+    num_in_flight_tokens = _Number(IN_FLIGHT)
+    num_placeholder_tokens = _Number(PLACEHOLDERS)
+    num_forced_tokens = _Number(FORCED)
+    """Tokens at the end that the constraint forced, and that are neither computed nor in flight."""
+    num_blocks = _Number(BLOCKS)
+    """Number of blocks in all tables."""
+    num_table_blocks = _Number(TABLE_BLOCKS)
+    """Length of `block_table`."""
+    num_held_steps = _Number(HELD_STEPS)
+    """Steps in a row that left out the sequence, which decodes, for the TPOT of others."""
+    work_tokens = _Number(WORK)
+    """Tokens computed in the steps that were collected, each as often as it was computed."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Known tokens: the prompt and the output."""
+        self._list_pending()
+        return self._token_ids
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Number of known tokens."""
+        return len(self._token_ids) + self.numbers.item(PENDING)
+
+    @property
+    def device_s(self) -> float:
+        """Share of the time of the steps that were collected, seconds."""
+        return float(self.times[DEVICE_S])
+
+    @property
+    def last_token_s(self) -> float | None:
+        """Monotonic time of the newest output token that was generated here; None: there is none."""
+        last_token_s = self.times.item(LAST_TOKEN_S)
+        return None if math.isnan(last_token_s) else last_token_s
+
+    @last_token_s.setter
+    def last_token_s(self, now: float) -> None:
+        self.times[LAST_TOKEN_S] = now
 
     @property
     def urgency(self) -> tuple[int, float, int]:
@@ -182,12 +261,12 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         """Number of known output tokens."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_known_tokens - self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:
         """Number of known tokens and placeholders that must be computed; it stays the same when one becomes known."""
-        return min(len(self.token_ids) + self.num_placeholder_tokens, self._max_computed_tokens)
+        return min(self.num_known_tokens + self.num_placeholder_tokens, self._max_computed_tokens)
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -227,11 +306,14 @@ class Sequence:
     @property
     def num_outstanding_tokens(self) -> int:
         """Number of tokens still to compute: known ones, placeholders, and the output still expected."""
-        expected = self.request.expected_output_tokens
-        if expected is None:
-            expected = self.request.params.max_tokens
         num_output_tokens = self.num_output_tokens + self.num_placeholder_tokens
-        return self.num_uncomputed_tokens + max(0, expected - num_output_tokens)
+        return self.num_uncomputed_tokens + max(0, self.num_expected_output_tokens - num_output_tokens)
+
+    @property
+    def num_expected_output_tokens(self) -> int:
+        """Output length that the ingress predicts, or the most that the request allows."""
+        expected = self.request.expected_output_tokens
+        return self.request.params.max_tokens if expected is None else expected
 
     @property
     def can_sample(self) -> bool:
@@ -240,7 +322,7 @@ class Sequence:
 
     def may_sample_at(self, end: int) -> bool:
         """Return True if computing the tokens before `end` yields the next output token."""
-        num_tokens = len(self.token_ids) + self.num_placeholder_tokens
+        num_tokens = self.num_known_tokens + self.num_placeholder_tokens
         return end == num_tokens and num_tokens - self.num_prompt_tokens < self.request.params.max_tokens
 
     def launched(self, num_tokens: int, samples: bool) -> None:
@@ -251,22 +333,69 @@ class Sequence:
             self.num_placeholder_tokens += 1
         self.num_forced_tokens = max(0, self.num_forced_tokens - num_tokens)
 
+    def add_work(self, num_tokens: int, device_s: float) -> None:
+        """Count tokens of a step that was collected, and the share of its time."""
+        self.work_tokens += num_tokens
+        self.times[DEVICE_S] += device_s
+
     def append(self, token_id: int) -> None:
         """Append the value of the oldest placeholder, which is now known."""
         self.num_placeholder_tokens -= 1
-        self.token_ids.append(token_id)
+        self._append(token_id)
 
     def append_forced(self, token_id: int) -> None:
         """Append a token that is known without a step."""
         assert self.can_be_forced
-        self.token_ids.append(token_id)
+        self._append(token_id)
         self.num_forced_tokens += 1
 
     def undo_append(self) -> None:
         """Undo the last `append`, and what was forced after it."""
         del self.token_ids[-1 - self.num_forced_tokens :]
+        self.numbers[KNOWN], self.numbers[NEWEST_TOKEN] = len(self._token_ids), self._token_ids[-1]
         self.num_forced_tokens = 0
         self.num_placeholder_tokens += 1
+
+    def leave_table(self) -> None:
+        """Keep the numbers in arrays of the sequence's own."""
+        self._list_pending()
+        self.admission = -1
+        self.row, self.numbers, self.times, self.pending = (
+            None,
+            self.numbers.copy(),
+            self.times.copy(),
+            _NOTHING_PENDING,
+        )
+
+    def enter_table(
+        self, row: int, admission: int, numbers: np.ndarray, times: np.ndarray, pending: np.ndarray
+    ) -> None:
+        """Move the numbers to column `row` of a table."""
+        self.admission = admission
+        token_ids, request = self.token_ids, self.request
+        numbers[:], times[:] = self.numbers, self.times
+        self.row, self.numbers, self.times, self.pending = row, numbers, times, pending
+        numbers[KNOWN], numbers[NEWEST_TOKEN] = len(token_ids), token_ids[-1]
+        numbers[PREEMPTED], numbers[PREEMPTIONS] = self.num_preempted_tokens, self.num_preemptions
+        numbers[MAX_COMPUTED], numbers[PROMPT] = self._max_computed_tokens, self.num_prompt_tokens
+        numbers[MAX_OUTPUT], numbers[EXPECTED_OUTPUT] = request.params.max_tokens, self.num_expected_output_tokens
+        numbers[BAND], numbers[EFFECTIVE_BAND] = self.band, self.effective_band
+
+    def enter_phase(self, phase: Phase, now: float) -> None:
+        """End the present phase and begin another one."""
+        self.phases.enter(phase, now)
+        self.numbers[DECODES] = phase is Phase.DECODE
+
+    def _list_pending(self) -> None:
+        num_pending = self.numbers.item(PENDING)
+        if num_pending:
+            self._token_ids.extend(self.pending[:num_pending].tolist())
+            self.numbers[PENDING] = 0
+
+    def _append(self, token_id: int) -> None:
+        token_ids = self.token_ids
+        token_ids.append(token_id)
+        self.numbers[KNOWN], self.numbers[NEWEST_TOKEN] = len(token_ids), token_id
 
     def take_prompt_logprobs(self, start: int, logprobs: tuple[PositionLogprobs, ...]) -> tuple[PositionLogprobs, ...]:
         """Return those of a step's prompt log probabilities that are new, since recomputation repeats some.

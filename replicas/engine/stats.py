@@ -6,9 +6,12 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from enum import Enum
 
+import numpy as np
+
 from replicas.engine.batch import CollectedStep, ScheduledBatch
 from replicas.engine.config import EngineConfig
-from replicas.engine.sequence import Phase, Sequence, SequenceStatus
+from replicas.engine.sequence import DEVICE_S, LAST_TOKEN_S, WORK, Phase, Sequence, SequenceStatus
+from replicas.engine.sequence_table import SequenceTable
 from replicas.protocol import Band, FinishReason, HistogramMetric, Metric, MetricKind, TenantTokens
 from replicas.timing.rates import SlidingRate
 
@@ -38,6 +41,8 @@ _WASTE_HELP = (
     "this / vllm:iteration_tokens_total_sum"
 )
 _RATE_WINDOW_S = 5.0
+_MANY_VALUES = 16
+"""Values from which on it is faster to count them in an array."""
 START_TIME = "headway:engine_start_time_seconds"
 """Name of the gauge with the start of an engine, from which its counters and histograms count."""
 _MAX_TENANT_ENTRIES = 64
@@ -67,6 +72,16 @@ class Histogram:
         """Count one observation."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
+
+    def observe_all(self, values: np.ndarray) -> None:
+        """Count observations."""
+        if len(values) < _MANY_VALUES:
+            for value in values.tolist():
+                self.observe(value)
+            return
+        for index, count in enumerate(np.bincount(np.searchsorted(self._bounds, values)).tolist()):
+            self._counts[index] += count
+        self._sum += float(values.sum())
 
     def snapshot(self) -> HistogramMetric:
         """Return the distribution so far."""
@@ -201,8 +216,8 @@ class EngineStats:
 
     def scheduled(self, batch: ScheduledBatch, now: float) -> None:
         """Count the sequences scheduled for the first time, and stamp their timings."""
-        for item in batch.items:
-            sequence = item.sequence
+        columns = batch.columns
+        for sequence in columns.sequences[columns.num_decodes :]:
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now
                 self._tokens["prompt"] += sequence.num_prompt_tokens
@@ -210,40 +225,50 @@ class EngineStats:
                 if self._config.enable_prefix_caching and sequence.request.params.prompt_logprobs is None:
                     self._tokens["looked up"] += sequence.num_prompt_tokens
 
-    def stepped(self, step: CollectedStep) -> None:
+    def stepped(self, step: CollectedStep, table: SequenceTable) -> None:
         """Count the tokens of a step. Called before the results are applied."""
-        items = step.batch.items
-        num_tokens = num_sampled = most_tokens = 0
-        first = items[0].sequence.request
-        tenant, band, num_served = first.tenant, first.band, 0
-        for item in items:
-            num_tokens += item.num_tokens
-            if item.num_tokens > most_tokens:
-                most_tokens = item.num_tokens
-            num_sampled += item.samples and item.sequence.status is not SequenceStatus.FINISHED
-            request = item.sequence.request
-            if request.tenant != tenant or request.band is not band:
-                # Neighbours in a batch mostly have the same tenant and band: add once per run of equal ones.
-                self.tenant_usage.add(tenant, band, num_served)
-                tenant, band, num_served = request.tenant, request.band, 0
-            num_served += item.num_tokens
-        self.tenant_usage.add(tenant, band, num_served)
+        columns = step.batch.columns
+        num_items, num_tokens = len(columns.sequences), step.batch.num_tokens
         token_s = step.duration_s / num_tokens
-        for item in items:
-            item.sequence.work_tokens += item.num_tokens
-            item.sequence.device_s += item.num_tokens * token_s
-        self.rate.step(step.duration_s, num_sampled)
+        rows, num_of_rows, is_running = columns.rows, columns.num_tokens, table.has(columns)
+        num_sampled = np.count_nonzero(columns.samples & is_running)
+        gone = (~is_running).nonzero()[0].tolist()
+        if gone:
+            rows, num_of_rows = rows[is_running], num_of_rows[is_running]
+        work, device_s = table.numbers[WORK], table.times[DEVICE_S]
+        work[rows] += num_of_rows
+        device_s[rows] += num_of_rows * token_s
+        for index in gone:
+            # It was preempted or ended while the step was in flight.
+            sequence, num_of_item = columns.sequences[index], columns.num_tokens.item(index)
+            sequence.add_work(num_of_item, num_of_item * token_s)
+            num_sampled += columns.samples[index] and sequence.status is not SequenceStatus.FINISHED
+            self.tenant_usage.add(sequence.request.tenant, sequence.request.band, num_of_item)
+        for (tenant, band), num_served in table.accounts.sums(rows, num_of_rows):
+            self.tenant_usage.add(tenant, band, num_served)
+        self.rate.step(step.duration_s, int(num_sampled))
         if step.is_saturated:
             self.saturated_rate.step(step.duration_s, num_tokens)
         self._iteration.observe(num_tokens)
-        self._padding_efficiency.observe(num_tokens / (len(items) * most_tokens))
-        self._utilization.observe(len(items) / self._config.num_slots)
-        if num_recomputed := sum([item.num_recomputed_tokens for item, _ in step.results]):
-            for item, _ in step.results:
-                item.sequence.recomputed_tokens += item.num_recomputed_tokens
-            recomputed = [item.num_recomputed_tokens for item, _ in step.results if item.sequence.is_fairness_preempted]
-            self._wasted[WasteCause.FAIRNESS] += sum(recomputed)
-            self._wasted[WasteCause.PREEMPT] += num_recomputed - sum(recomputed)
+        most_tokens = 1 if num_tokens == num_items else int(columns.num_tokens.max())
+        self._padding_efficiency.observe(num_tokens / (num_items * most_tokens))
+        self._utilization.observe(num_items / self._config.num_slots)
+        computed = step.computed.columns
+        for index in computed.num_recomputed_tokens.nonzero()[0].tolist():
+            sequence, num_recomputed = computed.sequences[index], computed.num_recomputed_tokens.item(index)
+            sequence.recomputed_tokens += num_recomputed
+            cause = WasteCause.FAIRNESS if sequence.is_fairness_preempted else WasteCause.PREEMPT
+            self._wasted[cause] += num_recomputed
+
+    def continued(self, times: np.ndarray, rows: np.ndarray, now: float) -> None:
+        """Count a token for each of the columns `rows`, which have had one before, and stamp their `times`."""
+        self._tokens["generation"] += len(rows)
+        self._itl.observe_all(now - times[LAST_TOKEN_S, rows])
+        times[LAST_TOKEN_S, rows] = now
+
+    def undecodable(self, num_tokens: int) -> None:
+        """Stop counting tokens that cannot be decoded."""
+        self._tokens["generation"] -= num_tokens
 
     def produced(self, sequence: Sequence, now: float, num_tokens: int) -> None:
         """Count the output tokens that a step gives a sequence: one is sampled, its constraint forces the others.
@@ -260,7 +285,7 @@ class EngineStats:
                 self._ttft.observe(now - sequence.arrival_s)
         sequence.last_token_s = now
         if sequence.phases.phase is Phase.PREFILL:
-            sequence.phases.enter(Phase.DECODE, now)
+            sequence.enter_phase(Phase.DECODE, now)
 
     def expired(self, sequence: Sequence) -> None:
         """Count the tokens computed for a sequence whose deadline has passed."""

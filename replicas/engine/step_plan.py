@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
+from itertools import groupby
 
-from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+import numpy as np
+
+from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineConfig
-from replicas.engine.sequence import Sequence
+from replicas.engine.sequence import BAND, Sequence
+from replicas.engine.sequence_table import Lag, SequenceTable
 from replicas.engine.state_slots import StateSlots
-from replicas.protocol import Band
+from replicas.protocol import BANDS, Band
 
 _HIGH, _LOW = 1.2, 0.8
 _MAX_CUT = 0.5
@@ -16,7 +21,7 @@ _INCREASES_TO_FULL = 64
 
 
 class StepPlan:
-    """Plan of one step: the tokens given to each sequence so far, and the rest of the step's limits.
+    """Plan of one step while the scheduler fills it: the tokens given to each sequence, and the step's limits.
 
     It begins with the decodes, which wait for no prompt: the newest token of each running sequence that misses no
     other, and the tokens that its constraint forced after it, as far as they fit. Those in `held` are left out.
@@ -24,31 +29,37 @@ class StepPlan:
     Invariants: the tokens given never exceed `max_num_batched_tokens`, nor a sequence's uncomputed tokens.
     """
 
-    def __init__(self, config: EngineConfig, running: list[Sequence], held: Collection[Sequence] = ()) -> None:
+    def __init__(
+        self, config: EngineConfig, table: SequenceTable, running: list[Sequence], lag: Lag, held: Collection[int] = ()
+    ) -> None:
+        """`lag` is that of `running`; `held` are indices of the latter."""
         self._config = config
+        self._table = table
         self._num_held = len(held)
+        self._prefilling = [running[index] for index in lag.is_prefilling.nonzero()[0].tolist()]
+        # The decodes: their columns, sequences and numbers of tokens.
+        decodes = lag.is_decoding.nonzero()[0]
+        if held:
+            decodes = np.setdiff1d(decodes, list(held), assume_unique=True)
+        self._rows = lag.rows[decodes]
+        is_whole = len(decodes) == len(running)
+        self._decodes = running.copy() if is_whole else [running[index] for index in decodes.tolist()]
+        self._num_decode_tokens = np.ones(len(self._rows), np.int64)
+        # Tokens of all others.
         self._scheduled: dict[Sequence, int] = {}
-        self._prefilling: list[Sequence] = []
-        # A band may be in the list twice: promoted sequences run before all others.
-        self.decoding_bands: list[Band] = []
-        for sequence in running:
-            if sequence in held:
-                continue
-            if sequence.is_decoding:
-                self._scheduled[sequence] = 1
-                if not self.decoding_bands or self.decoding_bands[-1] is not sequence.request.band:
-                    self.decoding_bands.append(sequence.request.band)
-            elif sequence.is_prefilling:
-                self._prefilling.append(sequence)
-        self._num_scheduled_tokens = len(self._scheduled)
+        self._num_scheduled_tokens = len(self._rows)
         self._num_long = 0
         self._completed_hashes: set[bytes] = set()
         self._limit = config.max_num_batched_tokens
-        for sequence in self._scheduled:
-            if sequence.num_forced_tokens:
-                self.schedule(sequence, sequence.num_forced_tokens)
+        for index in lag.num_forced[decodes].nonzero()[0].tolist():
+            more = min(self.num_tokens_left, self._decodes[index].num_forced_tokens)
+            more = min(more, self._decodes[index].num_uncomputed_tokens - 1)
+            self._num_decode_tokens[index] += more
+            self._num_scheduled_tokens += more
         self.num_decode_tokens = self._num_scheduled_tokens
         """Number of tokens of the decodes."""
+        # A band may be in the list twice: promoted sequences run before all others.
+        self.decoding_bands = [BANDS[band] for band, _ in groupby(table.numbers[BAND][self._rows].tolist())]
 
     def limit(self, num_tokens: int) -> None:
         """Limit the step to `num_tokens` in all. Tokens that are given already stay given."""
@@ -58,6 +69,11 @@ class StepPlan:
     def num_tokens_left(self) -> int:
         """Number of tokens that may still be given."""
         return max(0, self._limit - self._num_scheduled_tokens)
+
+    @property
+    def has_prefilling(self) -> bool:
+        """True if some running sequence was part-way through its prefill before the step."""
+        return bool(self._prefilling)
 
     def prefilling(self, band: Band) -> list[Sequence]:
         """Return the sequences of `band` that were part-way through their prefill before the step, most urgent first.
@@ -81,7 +97,7 @@ class StepPlan:
         return max(1, self.num_tokens_left // self._config.max_num_partial_prefills)
 
     def schedule(self, sequence: Sequence, at_most: int) -> None:
-        """Give `sequence` up to `at_most` more of its tokens in this step."""
+        """Give `sequence`, which is not one of the decodes, up to `at_most` more of its tokens in this step."""
         num_scheduled = self._scheduled.get(sequence, 0)
         if num_scheduled == 0 and self.is_long(sequence):
             self._num_long += 1
@@ -94,6 +110,11 @@ class StepPlan:
     def unschedule(self, sequence: Sequence) -> None:
         """Remove `sequence` from the step. Called before the sequence is preempted."""
         num_scheduled = self._scheduled.pop(sequence, 0)
+        for index in (self._rows == sequence.row).nonzero()[0].tolist():
+            num_scheduled += self._num_decode_tokens.item(index)
+            del self._decodes[index]
+            self._rows = np.delete(self._rows, index)
+            self._num_decode_tokens = np.delete(self._num_decode_tokens, index)
         self._num_scheduled_tokens -= num_scheduled
         if num_scheduled and self.is_long(sequence):
             self._num_long -= 1
@@ -107,26 +128,24 @@ class StepPlan:
         self._completed_hashes.update(block_hashes)
 
     def num_scheduled(self, sequence: Sequence) -> int:
-        """Return the number of tokens given to `sequence` so far."""
+        """Return the number of tokens given so far to `sequence`, which is not one of the decodes."""
         return self._scheduled.get(sequence, 0)
 
     def batch(self, states: StateSlots) -> ScheduledBatch | None:
         """Return the finished batch, whose items have slots of `states`; None if no sequence has work."""
-        if not self._scheduled:
+        sequences = [*self._decodes, *self._scheduled]
+        if not sequences:
             return None
-        return ScheduledBatch(
-            tuple(
-                ScheduledSequence.of(
-                    sequence,
-                    start := sequence.num_scheduled_tokens,
-                    num_scheduled,
-                    states.move(sequence, start, start + num_scheduled),
-                )
-                for sequence, num_scheduled in self._scheduled.items()
-            ),
-            tuple(self.decoding_bands),
-            self._num_held,
-        )
+        rows, num_tokens = self._rows, self._num_decode_tokens
+        if self._scheduled:
+            rows = np.append(rows, [sequence.row for sequence in self._scheduled])
+            num_tokens = np.append(num_tokens, list(self._scheduled.values()))
+        columns = self._table.columns(sequences, rows, num_tokens, len(self._decodes))
+        if states.num_slots:
+            spans = zip(sequences, columns.starts.tolist(), num_tokens.tolist(), strict=True)
+            moves = tuple(states.move(sequence, start, start + more) for sequence, start, more in spans)
+            columns = replace(columns, states=moves)
+        return ScheduledBatch((), tuple(self.decoding_bands), self._num_held, columns)
 
 
 class LatencyController:
@@ -169,7 +188,7 @@ class LatencyController:
 
     def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Adapt the budget to a step that took `duration_s`."""
-        if self._target_s is None or not any(item.num_tokens == 1 for item in batch.items):
+        if self._target_s is None or not np.count_nonzero(batch.columns.num_tokens == 1):
             return
         if duration_s > _HIGH * self._target_s:
             self._budget *= max(_MAX_CUT, self._target_s / duration_s)

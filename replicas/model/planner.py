@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
-from replicas.engine.sequence import Sequence
+import numpy as np
+
+from replicas.engine.batch import BatchColumns, ItemResult, ScheduledBatch, ScheduledSequence, StepResults
 from replicas.model.attention.kv_cache import KVCache
-from replicas.model.batch.inputs import InputPlan, wants_prompt_logprobs
+from replicas.model.batch.inputs import NO_LAST_ROWS, InputPlan, LastRows, wants_prompt_logprobs
 from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer, Span
 from replicas.model.cuda_graphs.padding import PaddedPlan, StepPadding
 from replicas.model.hardware.limits import cpu_limit
@@ -71,23 +72,27 @@ class PlannedStep:
     masks: PendingMasks | None
     """Masks of the rows that may not take every token: the second message."""
     batch: ScheduledBatch
-    indices: list[int]
+    indices: np.ndarray
     """Index in the batch of each row that samples."""
+    sampling: BatchColumns
+    """Items of these rows."""
     pieces: list[ScoredPiece]
     """Scored prompt tokens, one piece for each pass that scores some."""
 
     def read(
         self, tokens: PendingTokens | None, scores: list[PendingLogprobs], to_host: DeviceToHostBuffer
-    ) -> list[ItemResult]:
+    ) -> StepResults:
         """Return one result per item of the batch, after `to_host.wait()`.
 
         `scores` has an entry for each of `pieces`.
         """
-        results = [ItemResult()] * len(self.batch.items)
-        if tokens is not None:
-            sampled = tokens.read(to_host, [self.batch.items[index] for index in self.indices])
-            for index, result in zip(self.indices, sampled, strict=True):
-                results[index] = result
+        sampled = None if tokens is None else tokens.read(to_host, self.sampling)
+        if sampled is not None and self.sampling is self.batch.columns:
+            return sampled
+        results = StepResults(np.full(len(self.batch), -1), {})
+        if sampled is not None:
+            results.token_ids[self.indices] = sampled.token_ids
+            results.others.update((self.indices.item(row), result) for row, result in sampled.others.items())
         for piece, pending in zip(self.pieces, scores, strict=True):
             logprobs = pending.read(to_host, piece.targets, [piece.num_top] * len(piece.targets))
             result = results[piece.index]
@@ -95,7 +100,7 @@ class PlannedStep:
                 result = ItemResult(error="the model's logits are not finite numbers")
             if result.error is None:
                 result = replace(result, prompt_logprobs=(*result.prompt_logprobs, *logprobs))
-            results[piece.index] = result
+            results.others[piece.index] = result
         return results
 
 
@@ -120,7 +125,7 @@ class StepPlanner:
             loaded.eos_token_ids, loaded.vocab_size, slots, batch_invariant=loaded.is_batch_invariant
         )
         self._masks = MaskThreads(loaded.vocab_size, min(_MAX_MASK_THREADS, math.ceil(cpu_limit().num_cpus)))
-        self._last_rows: dict[Sequence, int] = {}
+        self._last_rows = NO_LAST_ROWS
 
     def plan(self, batch: ScheduledBatch) -> PlannedStep:
         """Plan the forward passes of `batch`, which write its KV and sample where an item samples.
@@ -130,24 +135,27 @@ class StepPlanner:
         """
         self._masks.settle()
         to_device = HostToDeviceBuffer()
-        shared: list[int] = []
-        scored: list[int] = []
-        for index, item in enumerate(batch.items):
-            (scored if wants_prompt_logprobs(item) else shared).append(index)
-        padded, flat = self._plan_shared([batch.items[index] for index in shared], to_device)
+        columns = batch.columns
+        num_items = len(columns.sequences)
+        scored = [
+            index for index in range(columns.num_decodes, num_items) if wants_prompt_logprobs(columns.item(index))
+        ]
+        shared = np.setdiff1d(np.arange(num_items), scored) if scored else np.arange(num_items)
+        padded, flat = self._plan_shared(columns.take(shared) if scored else columns, to_device)
         pieces = []
         for index in scored:
-            for piece in _pieces_of(batch.items[index]):
+            for piece in _pieces_of(columns.item(index)):
                 targets, num_top = _targets(piece), piece.sequence.request.params.prompt_logprobs or 0
-                flat.append(self._flat_pass([piece], targets, num_top, to_device))
+                flat.append(self._flat_pass(BatchColumns.of([piece]), targets, num_top, to_device))
                 if targets:
                     pieces.append(ScoredPiece(index, targets, num_top))
-        indices = [index for index in (*shared, *scored) if batch.items[index].samples]
-        sampling = [batch.items[index] for index in indices]
-        plan = self._sampling.plan(sampling, self._last_rows, to_device) if sampling else None
-        self._last_rows = {item.sequence: row for row, item in enumerate(sampling, -len(sampling))}
+        order = np.append(shared, scored) if scored else shared
+        indices = order[columns.samples[order]]
+        sampling = columns if not scored and len(indices) == num_items else columns.take(indices)
+        plan = self._sampling.plan(sampling, self._last_rows, to_device) if len(indices) else None
+        self._last_rows = LastRows(sampling)
         message = StepMessage(to_device.words, padded, tuple(flat), plan)
-        return PlannedStep(message, self._masks.masks_of(sampling), batch, indices, pieces)
+        return PlannedStep(message, self._masks.masks_of(sampling), batch, indices, sampling, pieces)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -155,28 +163,28 @@ class StepPlanner:
         try:
             yield
         except Exception:
-            self._last_rows = {}
+            self._last_rows = NO_LAST_ROWS
             for device_state in (self._padding, self._slots):
                 if device_state is not None:
                     device_state.forget()
             raise
 
     def _plan_shared(
-        self, items: list[ScheduledSequence], to_device: HostToDeviceBuffer
+        self, columns: BatchColumns, to_device: HostToDeviceBuffer
     ) -> tuple[PaddedPlan | None, list[FlatPass]]:
         """Plan one pass over items that sample one token or none; it is padded if there is a shape for it."""
-        if not items:
+        if not columns.sequences:
             return None, []
-        shape = None if self._padding is None else self._padding.shape_of(items)
+        shape = None if self._padding is None else self._padding.shape_of(columns)
         if self._padding is not None and shape is not None:
-            return self._padding.plan(items, shape, self._last_rows, to_device), []
-        return None, [self._flat_pass(items, [], 0, to_device)]
+            return self._padding.plan(columns, shape, self._last_rows, to_device), []
+        return None, [self._flat_pass(columns, [], 0, to_device)]
 
     def _flat_pass(
-        self, items: list[ScheduledSequence], targets: list[int], max_top: int, to_device: HostToDeviceBuffer
+        self, columns: BatchColumns, targets: list[int], max_top: int, to_device: HostToDeviceBuffer
     ) -> FlatPass:
-        inputs = InputPlan.of(items, self._block_size, self._last_rows, to_device, self._factors)
-        return FlatPass(inputs, sum(item.samples for item in items), to_device.ints(targets), max_top)
+        inputs = InputPlan.of(columns, self._block_size, self._last_rows, to_device, self._factors)
+        return FlatPass(inputs, int(np.count_nonzero(columns.samples)), to_device.ints(targets), max_top)
 
 
 def _pieces_of(item: ScheduledSequence) -> Iterator[ScheduledSequence]:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from replicas.engine.batch import ItemResult, ScheduledBatch
+from replicas.engine.batch import ItemResult, ScheduledBatch, StepResults
 from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import AttentionBackend, AttentionContext
 from replicas.model.attention.kv_cache import KVCache
@@ -55,7 +55,7 @@ class TorchStep:
         if self._running.logits is not None:
             self._launch_sampling()
 
-    def collect(self) -> list[ItemResult]:
+    def collect(self) -> StepResults:
         """Wait for the step and return one result per item."""
         running = self._running
         assert running.logits is None, "the step has not been sampled"
@@ -140,7 +140,7 @@ class TorchModelRunner:
         """Launch `batch`, wait for it and return one result per item."""
         step = self.launch(batch)
         step.sample()
-        return step.collect()
+        return list(step.collect())
 
     def launch(self, batch: ScheduledBatch) -> TorchStep:
         """Plan `batch` and launch its forward passes, and the sampling unless it is constrained."""

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from replicas.engine.batch import IncrementalDecoder, ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import (
+    IncrementalDecoder,
+    ItemResult,
+    LaunchedStep,
+    ScheduledBatch,
+    ScheduledSequence,
+    StepResults,
+)
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence, SequenceStatus
@@ -196,9 +203,9 @@ class ShadowStep:
             self._runner.sampled(self._batch, self._results)
             self._is_sampled = True
 
-    def collect(self) -> list[ItemResult]:
+    def collect(self) -> StepResults:
         assert self._is_sampled
-        return self._results
+        return StepResults.of(self._results)
 
     def _fitting(self, item: ScheduledSequence, result: ItemResult) -> ItemResult:
         sequence, constraint = item.sequence, item.sequence.constraint
@@ -260,6 +267,8 @@ class Outcome:
 class World:
     """Engine over a shadow runner, with the outcome of every request."""
 
+    make_engine: type[Engine] = Engine
+
     def __init__(
         self, config: EngineConfig, step_s: float = 0.0, make_runner: type[ShadowRunner] = ShadowRunner
     ) -> None:
@@ -268,7 +277,7 @@ class World:
         self.runner = make_runner(config.block_size, step_s, self.clock)
         self.runner.has_states = config.num_state_slots > 0
         self.runner.windows = config.windows
-        self.engine = Engine(config, self.runner, decoders, IDENTITY, self.clock.clock())
+        self.engine = self.make_engine(config, self.runner, decoders, IDENTITY, self.clock.clock())
         self.outcomes: dict[str, Outcome] = {}
         self.added_s: dict[str, float] = {}
         self.ended_s: dict[str, float] = {}

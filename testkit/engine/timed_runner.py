@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence, StepResults
 from replicas.engine.sequence import Sequence
 from replicas.protocol import PositionLogprobs, SamplingParams, TokenLogprob
 
@@ -73,9 +73,9 @@ class FinishedStep:
     def sample(self) -> None:
         """Do nothing: the results are known."""
 
-    def collect(self) -> list[ItemResult]:
+    def collect(self) -> StepResults:
         """Return one result per item, in order."""
-        return self.results
+        return StepResults.of(self.results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,10 @@ class TimedStep:
     def sample(self) -> None:
         """Do nothing: the results are known."""
 
-    def collect(self) -> list[ItemResult]:
+    def collect(self) -> StepResults:
         """Wait until the step's time has passed; return one result per item, in order."""
         self.wait()
-        return self.results
+        return StepResults.of(self.results)
 
 
 class TimedRunner:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from replicas.engine.batch import ItemResult, ModelRunner, ScheduledSequence
+from replicas.engine.batch import BatchColumns, ItemResult, ModelRunner, ScheduledSequence
 from replicas.engine.config import EngineConfig, EngineLimits, sequence_blocks
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
@@ -22,6 +22,7 @@ from replicas.model.attention.probe import probe_attention
 from replicas.model.attention.select import choose_attention
 from replicas.model.attention.state_cache import StateCache
 from replicas.model.attention.state_select import choose_states
+from replicas.model.batch.inputs import NO_LAST_ROWS
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, step_shapes
 from replicas.model.loading.loader import LoadedModel, load_model
@@ -236,14 +237,16 @@ def sampling_of(
     planner, sampler = SamplingPlanner(eos_token_ids, vocab_size, slots), Sampler(counts)
 
     def choose(logits: torch.Tensor, sequences: Iterable[Sequence]) -> list[ItemResult]:
-        items = [ScheduledSequence.of(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
+        columns = BatchColumns.of(
+            [ScheduledSequence.of(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
+        )
         to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
-        plan = planner.plan(items, {}, to_device)
+        plan = planner.plan(columns, NO_LAST_ROWS, to_device)
         on_device = DeviceBuffer.of(to_device.words, no_tokens(logits.device))
         launched = sampler.launch(plan, logits, None, on_device, to_host)
         to_host.close(logits.device)
         to_host.wait()
-        return launched.read(to_host, items)
+        return list(launched.read(to_host, columns))
 
     return choose
 

@@ -6,14 +6,14 @@ Dummy batches serve warm-up, memory measurements and checks. They use the scratc
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from replicas.engine.batch import SCRATCH_STATE, ScheduledBatch, ScheduledSequence, StateMove
+from replicas.engine.batch import SCRATCH_STATE, BatchColumns, ScheduledBatch, ScheduledSequence, StateMove
 from replicas.engine.sequence import Sequence
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span, no_tokens
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
@@ -67,14 +67,44 @@ def num_logits_rows(item: ScheduledSequence) -> int:
     return item.num_tokens if wants_prompt_logprobs(item) else int(item.samples)
 
 
-LastRows = Mapping[Sequence, int]
-"""Index of each sequence's token among those that the step before samples, from their end: negative."""
+class LastRows:
+    """Index of each sequence's token among those that the step before samples, from their end: negative."""
+
+    def __init__(self, sampling: BatchColumns) -> None:
+        """`sampling` are the items of the step before that sample, in order of their tokens."""
+        self._sequences = sampling.sequences
+        self._by_sequence: dict[Sequence, int] | None = None
+        num_rows = int(sampling.rows.max(initial=0)) + 1
+        self._of_rows = np.zeros(num_rows, np.int64)
+        self._of_rows[sampling.rows] = np.arange(-len(self._sequences), 0)
+        self._admissions = np.zeros(num_rows, np.int64)
+        self._admissions[sampling.rows] = sampling.admissions
+
+    def __getitem__(self, sequence: Sequence) -> int:
+        if self._by_sequence is None:
+            self._by_sequence = {owner: index for index, owner in enumerate(self._sequences, -len(self._sequences))}
+        return self._by_sequence[sequence]
+
+    def of(self, columns: BatchColumns, indices: np.ndarray) -> np.ndarray:
+        """Return the indices of the items at `indices`."""
+        rows, admissions = columns.rows, columns.admissions
+        if len(indices) < len(rows):
+            rows, admissions = rows[indices], admissions[indices]
+        last_rows: np.ndarray = self._of_rows.take(rows, mode="clip")
+        is_other = (self._admissions.take(rows, mode="clip") != admissions) | (admissions < 0)
+        for place in is_other.nonzero()[0].tolist():  # It was admitted anew since, or does not run.
+            last_rows[place] = self[columns.sequences[indices.item(place)]]
+        return last_rows
+
+
+NO_LAST_ROWS = LastRows(BatchColumns.of(()))
+"""Rows of a step that follows none."""
 
 
 def build_inputs(items: Items[ScheduledSequence], block_size: int, device: torch.device) -> BatchInputs:
     """Return the inputs of `items` on `device`. The host must know all tokens of the items."""
     to_device = HostToDeviceBuffer()
-    plan = InputPlan.of(items, block_size, {}, to_device)
+    plan = InputPlan.of(BatchColumns.of(items), block_size, NO_LAST_ROWS, to_device)
     return plan.place(DeviceBuffer.of(to_device.words, no_tokens(device)))
 
 
@@ -82,27 +112,41 @@ def build_inputs(items: Items[ScheduledSequence], block_size: int, device: torch
 class FlatBatch:
     """Numbers of a flat batch on the host: one for each token in `input_ids` and `positions`."""
 
-    input_ids: list[int]
+    input_ids: np.ndarray
     """Token ids; in the place of a placeholder its index among the tokens of the step before, which is negative."""
-    positions: list[int]
-    logits_rows: list[int]
-    first_rows: list[int]
+    positions: np.ndarray
+    logits_rows: np.ndarray
+    first_rows: np.ndarray
     """Row of each item's first token."""
 
     @classmethod
-    def of(cls, items: Items[ScheduledSequence], last_rows: LastRows) -> FlatBatch:
-        """Concatenate the tokens of `items`."""
-        batch = cls([], [], [], [])
-        input_ids = batch.input_ids
-        for item in items:
-            first_row = len(input_ids)
-            input_ids.extend(item.sequence.token_ids[item.start : item.end])
-            if len(input_ids) < first_row + item.num_tokens:
-                input_ids.append(last_rows[item.sequence])
-            batch.positions.extend(range(item.start, item.end))
-            batch.logits_rows.extend(range(len(input_ids) - num_logits_rows(item), len(input_ids)))
-            batch.first_rows.append(first_row)
-        return batch
+    def of(cls, columns: BatchColumns, last_rows: LastRows) -> FlatBatch:
+        """Concatenate the tokens of the items."""
+        num_tokens, starts = columns.num_tokens, columns.starts
+        end_rows = num_tokens.cumsum()
+        first_rows = end_rows - num_tokens
+        positions = np.arange(int(num_tokens.sum())) + np.repeat(starts - first_rows, num_tokens)
+        num_single = columns.num_decodes if np.count_nonzero(num_tokens[: columns.num_decodes] != 1) == 0 else 0
+        input_ids = np.empty(len(positions), np.int64)
+        input_ids[:num_single] = newest_ids(columns, num_single, last_rows)
+        rows = [columns.samples[:num_single].nonzero()[0]]
+        for index in range(num_single, len(columns.sequences)):
+            sequence, start, end = columns.sequences[index], starts.item(index), end_rows.item(index)
+            known = sequence.token_ids[start : start + num_tokens.item(index)]
+            if len(known) < num_tokens[index]:
+                known.append(last_rows[sequence])
+            input_ids[end - len(known) : end] = known
+            rows.append(np.arange(end - num_logits_rows(columns.item(index)), end))
+        return cls(input_ids, positions, np.concatenate(rows), first_rows)
+
+
+def newest_ids(columns: BatchColumns, num_items: int, last_rows: LastRows) -> np.ndarray:
+    """Return the last token of each of the first `num_items` items, all of which decode, as in `FlatBatch`."""
+    newest: np.ndarray = columns.newest_tokens[:num_items].copy()
+    late = (newest < 0).nonzero()[0]
+    if len(late):
+        newest[late] = last_rows.of(columns, late)
+    return newest
 
 
 def known_ids(input_ids: Tensor, last_tokens: Tensor) -> Tensor:
@@ -179,26 +223,27 @@ class InputPlan:
     @classmethod
     def of(
         cls,
-        items: Items[ScheduledSequence],
+        columns: BatchColumns,
         block_size: int,
         last_rows: LastRows,
         to_device: HostToDeviceBuffer,
         factors: Items[int] = (1,),
     ) -> InputPlan:
-        """Plan a pass over `items` and add its numbers to `to_device`.
+        """Plan a pass over the items and add its numbers to `to_device`.
 
         A block of a group of layers has the number id * factor in their tensors.
         """
-        batch = FlatBatch.of(items, last_rows)
+        batch = FlatBatch.of(columns, last_rows)
+        items, first_rows = [columns.item(index) for index in range(len(columns.sequences))], batch.first_rows.tolist()
         return cls(
             to_device.ints(batch.input_ids),
             to_device.ints(batch.positions),
             to_device.ints(batch.logits_rows),
             tuple(
-                GroupPlan.of(items, _tables(items, number, factor), batch.first_rows, block_size, to_device)
+                GroupPlan.of(items, _tables(items, number, factor), first_rows, block_size, to_device)
                 for number, factor in enumerate(factors)
             ),
-            has_placeholders=min(batch.input_ids) < 0,
+            has_placeholders=bool(np.count_nonzero(batch.input_ids < 0)),
         )
 
     def place(self, on_device: DeviceBuffer) -> BatchInputs:

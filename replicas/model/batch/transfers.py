@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,16 +48,17 @@ class HostToDeviceBuffer:
     def __init__(self) -> None:
         self.words = array("q")
 
-    def ints(self, numbers: Iterable[int]) -> Span:
+    def ints(self, numbers: Items[int] | np.ndarray) -> Span:
         """Add integers and return their span."""
         start = self._align()
-        self.words.extend(numbers)
+        if len(numbers):
+            self.words.frombytes(np.asarray(numbers, np.int64).tobytes())
         return Span(start, len(self.words))
 
-    def floats(self, numbers: Iterable[float]) -> Span:
+    def floats(self, numbers: Items[float] | np.ndarray) -> Span:
         """Add floats, in double precision, and return their span."""
         start = self._align()
-        self.words.frombytes(array("d", numbers).tobytes())
+        self.words.frombytes(np.asarray(numbers, np.float64).tobytes())
         return Span(start, len(self.words))
 
     def _align(self) -> int:

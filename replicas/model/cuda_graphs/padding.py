@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 from torch import Tensor
 
-from replicas.engine.batch import ScheduledSequence
-from replicas.engine.sequence import Sequence
+from replicas.engine.batch import BatchColumns, StateMove
 from replicas.model.attention.plan import STATE_SLOTS, state_fields
-from replicas.model.batch.inputs import FlatBatch, LastRows, flat_slots
+from replicas.model.batch.inputs import FlatBatch, LastRows, newest_ids
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 
 
@@ -84,65 +85,47 @@ class PaddedPlan:
     has_placeholders: bool
 
 
-@dataclass(slots=True)
-class _WrittenRow:
-    """Contents of a sequence's row: its first `num_blocks` blocks, after `preemption` preemptions."""
-
-    row: int
-    preemption: int
-    num_blocks: int
-
-
 class BlockTableRows:
-    """Assignment of the device's table rows to running sequences. A sequence keeps its row while there are free ones.
+    """Rows of the block tables on the device, with a copy of what the planned steps write there.
+
+    A running sequence has the row of its column in the engine's table.
 
     Invariants:
-        A row belongs to at most one sequence, or is free. After the planned steps it holds the blocks that are recorded
-        as written. The cells after them are undefined. Whoever cannot run a planned step calls `forget`.
+        After the planned steps a row holds the blocks of its last owner that are recorded as written. The cells after
+        them are undefined. Whoever cannot run a planned step calls `forget`.
     """
 
     def __init__(self, num_rows: int, num_columns: int) -> None:
-        self._num_rows = num_rows
-        self._num_columns = num_columns
-        self._written: dict[Sequence, _WrittenRow] = {}
-        self._free = list(range(num_rows))
+        self.tables = np.zeros((num_rows, num_columns), np.int64)
+        self._admissions = np.zeros(num_rows, np.int64)
+        """Number of the admission of each row's owner; 0: it has none, or one that does not run."""
+        self._num_written = np.zeros(num_rows, np.int64)
 
-    def update(self, items: Items[ScheduledSequence], to_device: HostToDeviceBuffer) -> BlockTableUpdate:
-        """Return the update after which every item's sequence has its whole table in a row."""
-        self._make_room(items)
+    def update(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> BlockTableUpdate:
+        """Return the update after which every item's sequence has its whole table in its row."""
+        rows, num_blocks = columns.rows, columns.num_table_blocks
+        num_written = np.where(self._admissions[rows] == columns.admissions, self._num_written[rows], 0)
         cells: list[int] = []
         blocks: list[int] = []
-        for item in items:
-            sequence, table = item.sequence, item.sequence.block_table
-            written = self._written.get(sequence)
-            if written is None:
-                written = self._written[sequence] = _WrittenRow(self._free.pop(), item.preemption, 0)
-            elif written.preemption != item.preemption:
-                written.preemption, written.num_blocks = item.preemption, 0
+        for index in (num_written < num_blocks).nonzero()[0].tolist():
+            row, first, end = rows.item(index), num_written.item(index), num_blocks.item(index)
             # A sequence's table only grows until the sequence is preempted.
-            if written.num_blocks < len(table):
-                first = written.row * self._num_columns
-                cells.extend(range(first + written.num_blocks, first + len(table)))
-                blocks.extend(table[written.num_blocks :])
-                written.num_blocks = len(table)
+            new_blocks = columns.sequences[index].block_table[first:end]
+            self.tables[row, first:end] = new_blocks
+            cells.extend(range(row * self.tables.shape[1] + first, row * self.tables.shape[1] + end))
+            blocks.extend(new_blocks)
+        self._admissions[rows] = np.maximum(columns.admissions, 0)
+        self._num_written[rows] = num_blocks
         return BlockTableUpdate(to_device.ints(cells), to_device.ints(blocks))
 
-    def rows_of(self, items: Items[ScheduledSequence]) -> list[int]:
-        """Return the row of each item of the last update."""
-        return [self._written[item.sequence].row for item in items]
+    def slots(self, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+        """Return the slot of each of `positions` in the tables of `rows`."""
+        slots: np.ndarray = self.tables[rows, positions // block_size] * block_size + positions % block_size
+        return slots
 
     def forget(self) -> None:
         """Forget the contents of all rows. The next steps send whole tables."""
-        self._written.clear()
-        self._free = list(range(self._num_rows))
-
-    def _make_room(self, items: Items[ScheduledSequence]) -> None:
-        """Free the rows of all sequences that are not in `items`, if there are too few free ones."""
-        if sum(item.sequence not in self._written for item in items) <= len(self._free):
-            return
-        present = {item.sequence for item in items}
-        for sequence in [owner for owner in self._written if owner not in present]:
-            self._free.append(self._written.pop(sequence).row)
+        self._admissions[:] = 0
 
 
 class StepPadding:
@@ -163,72 +146,64 @@ class StepPadding:
         """Forget the contents of the block tables, after a step that could not run."""
         self._rows.forget()
 
-    def shape_of(self, items: Items[ScheduledSequence]) -> StepShape | None:
-        """Return the smallest shape that holds `items`, of which none scores its prompt; None if none does."""
-        if len(items) > self._max_rows:
+    def shape_of(self, columns: BatchColumns) -> StepShape | None:
+        """Return the smallest shape that holds the items, of which none scores its prompt; None if none does."""
+        if columns.rows.max() >= self._max_rows:
             return None
-        are_decodes = all(item.num_tokens == 1 and item.samples for item in items)
-        num_tokens = sum(item.num_tokens for item in items)
+        are_decodes = np.count_nonzero((columns.num_tokens == 1) & columns.samples) == len(columns.sequences)
         shapes = self._decode_shapes if are_decodes else self._mixed_shapes
-        index = bisect_left(shapes, num_tokens, key=lambda shape: shape.num_tokens)
+        index = bisect_left(shapes, int(columns.num_tokens.sum()), key=lambda shape: shape.num_tokens)
         return shapes[index] if index < len(shapes) else None
 
     def plan(
-        self,
-        items: Items[ScheduledSequence],
-        shape: StepShape,
-        last_rows: LastRows,
-        to_device: HostToDeviceBuffer,
+        self, columns: BatchColumns, shape: StepShape, last_rows: LastRows, to_device: HostToDeviceBuffer
     ) -> PaddedPlan:
-        """Plan a pass over `items`, padded to `shape`, which holds them, and add its numbers to `to_device`."""
-        update = self._rows.update(items, to_device)
-        parts = (self._decodes if shape.num_chunks == 0 else self._mixed)(items, shape, last_rows)
-        words = to_device.ints(chain.from_iterable(parts))
-        assert len(words) == shape.num_words, "the items do not fit the shape"
-        num_rows = sum(item.samples for item in items)
-        return PaddedPlan(shape, num_rows, words, update, has_placeholders=min(parts[0]) < 0)
+        """Plan a pass over the items, padded to `shape`, which holds them, and add its numbers to `to_device`."""
+        update = self._rows.update(columns, to_device)
+        parts = (self._decodes if shape.num_chunks == 0 else self._mixed)(columns, shape, last_rows)
+        words = np.zeros(shape.num_words, np.int64)
+        start = 0
+        for part, num_words in zip(parts, shape.columns, strict=True):
+            assert len(part) <= num_words, "the items do not fit the shape"
+            words[start : start + len(part)] = part
+            start += num_words
+        num_rows, has_placeholders = int(np.count_nonzero(columns.samples)), bool(np.count_nonzero(parts[0] < 0))
+        return PaddedPlan(shape, num_rows, to_device.ints(words), update, has_placeholders)
 
-    def _decodes(self, items: Items[ScheduledSequence], shape: StepShape, last_rows: LastRows) -> tuple[list[int], ...]:
+    def _decodes(self, columns: BatchColumns, shape: StepShape, last_rows: LastRows) -> tuple[np.ndarray, ...]:
         """Return the parts of the inputs of decodes.
 
         They are those of `FlatBatch.of`, which takes longer: a decode has one token, and needs no chunk.
         """
-        padding = [0] * (shape.num_tokens - len(items))
-        ids = []
-        for item in items:
-            is_known = item.start < len(item.sequence.token_ids)
-            ids.append(item.sequence.token_ids[item.start] if is_known else last_rows[item.sequence])
-        positions = [item.start for item in items]
-        slots = [self._slot(item) for item in items]
-        table_rows = self._rows.rows_of(items)
-        states = [slot for item in items for slot in (item.state.source, item.state.target)] if shape.has_states else []
-        states += [0] * (2 * len(padding) * shape.has_states)
-        table_rows += [-1] * len(padding)
-        return [*ids, *padding], [*positions, *padding], [*slots, *padding], table_rows, states
+        rows, positions = columns.rows, columns.starts
+        table_rows = np.full(shape.num_tokens, -1)
+        table_rows[: len(rows)] = rows
+        slots = self._rows.slots(rows, positions, self._block_size)
+        parts = newest_ids(columns, len(rows), last_rows), positions, slots, table_rows
+        return *parts, _words_of((move.source, move.target) for move in _states_of(columns, shape))
 
-    def _mixed(self, items: Items[ScheduledSequence], shape: StepShape, last_rows: LastRows) -> tuple[list[int], ...]:
-        """Return the parts of the inputs of any step."""
-        batch = FlatBatch.of(items, last_rows)
-        slots = flat_slots(items, [item.sequence.block_table for item in items], self._block_size)
+    def _mixed(self, columns: BatchColumns, shape: StepShape, last_rows: LastRows) -> tuple[np.ndarray, ...]:
+        """Return the parts of the inputs of any step. A chunk of no tokens takes no rows."""
+        batch = FlatBatch.of(columns, last_rows)
+        slots = self._rows.slots(np.repeat(columns.rows, columns.num_tokens), batch.positions, self._block_size)
         num_tokens = len(batch.input_ids)
-        decodes: list[int] = []
-        chunks: list[int] = []
-        decode_states: list[int] = []
-        chunk_states: list[int] = []
-        for row, item, table_row in zip(batch.first_rows, items, self._rows.rows_of(items), strict=True):
-            of_kind = decodes if item.num_tokens == 1 else chunks
-            of_kind += (row, item.start, item.num_tokens, table_row)
-            if shape.has_states and item.num_tokens == 1:
-                decode_states += (item.state.source, item.state.target)
-            elif shape.has_states:
-                chunk_states += state_fields(item.state)
-        chunks += (num_tokens, 0, shape.num_tokens - num_tokens, -1)
-        states = (decode_states, chunk_states)
-        parts = (batch.input_ids, batch.positions, slots, batch.logits_rows, decodes, chunks, *states)
-        for part, num_words in zip(parts, shape.columns, strict=True):
-            part += [0] * (num_words - len(part))  # A chunk of no tokens takes no rows.
-        return parts
+        chunks = np.stack([batch.first_rows, columns.starts, columns.num_tokens, columns.rows], axis=1)
+        is_single = columns.num_tokens == 1
+        padding = (num_tokens, 0, shape.num_tokens - num_tokens, -1)
+        longer = np.append(chunks[~is_single], padding)
+        parts = batch.input_ids, batch.positions, slots, batch.logits_rows, chunks[is_single].ravel(), longer
+        moves = list(zip(is_single.tolist(), _states_of(columns, shape), strict=False))
+        return (
+            *parts,
+            _words_of((move.source, move.target) for is_alone, move in moves if is_alone),
+            _words_of(state_fields(move) for is_alone, move in moves if not is_alone),
+        )
 
-    def _slot(self, item: ScheduledSequence) -> int:
-        index, offset = divmod(item.start, self._block_size)
-        return item.sequence.block_table[index] * self._block_size + offset
+
+def _states_of(columns: BatchColumns, shape: StepShape) -> Items[StateMove]:
+    """Return the state slots of the items; none if the inputs have none."""
+    return (columns.states or ()) if shape.has_states else ()
+
+
+def _words_of(parts: Iterable[Items[int]]) -> np.ndarray:
+    return np.array(list(chain.from_iterable(parts)), np.int64)

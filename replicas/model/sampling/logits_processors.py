@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from replicas.engine.batch import ScheduledSequence
+from replicas.engine.batch import BatchColumns, ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.model.batch.inputs import LastRows
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
@@ -102,6 +102,9 @@ class LogitsChanges:
         return logits
 
 
+NO_CHANGES = LogitsChanges(None, None, None, None)
+
+
 class LogitsProcessors:
     """Planner of the changes of logits, from the parameters and tokens of sequences."""
 
@@ -111,13 +114,14 @@ class LogitsProcessors:
         self._vocab_size = vocab_size
         self._slots = slots
 
-    def plan(
-        self, items: Items[ScheduledSequence], last_rows: LastRows, to_device: HostToDeviceBuffer
-    ) -> LogitsChanges:
+    def plan(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> LogitsChanges:
         """Plan the changes of one row per item, and add their numbers to `to_device`."""
-        penalties = None if self._slots is None else self._slots.plan(items, last_rows, to_device)
+        if not columns.special:
+            return NO_CHANGES
+        penalties = None if self._slots is None else self._slots.plan(columns, last_rows, to_device)
         repetition, added, forbidden = _Entries(), _Entries(), _Entries()
-        for row, item in enumerate(items):
+        for row in columns.special:
+            item = columns.item(row)
             self._penalize_repetition(repetition, row, item.sequence)
             self._add_offsets(added, row, item.sequence)
             self._forbid_stops(forbidden, row, item)

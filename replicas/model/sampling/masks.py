@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from replicas.engine.batch import ScheduledSequence
+from replicas.engine.batch import BatchColumns, ScheduledSequence
 from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.model.batch.transfers import begin_copy
 
@@ -69,19 +69,20 @@ class MaskThreads:
 
     def settle(self) -> None:
         """Wait for all threads. Those of a step that failed may still fill masks when its sequences go on."""
-        wait(self._filling)
-        self._filling.clear()
+        if self._filling:
+            wait(self._filling)
+            self._filling.clear()
 
-    def masks_of(self, items: Items[ScheduledSequence]) -> PendingMasks | None:
+    def masks_of(self, columns: BatchColumns) -> PendingMasks | None:
         """Return the masks of the items that may not take every token, all of which sample; None if there are none.
 
         They are filled from now on, or from `message` on if a token before them is not known yet.
         """
-        rows = [row for row, item in enumerate(items) if _has_mask(item.sequence)]
+        rows = [row for row in columns.special if _has_mask(columns.sequences[row])]
         if not rows:
             return None
-        masks = PendingMasks(self, items, rows)
-        if all(items[row].sequence.num_placeholder_tokens == 0 for row in rows):
+        masks = PendingMasks(self, [columns.item(row) for row in rows], rows)
+        if all(columns.sequences[row].num_placeholder_tokens == 0 for row in rows):
             masks.start()
         return masks
 
@@ -106,7 +107,7 @@ class PendingMasks:
 
     def start(self) -> None:
         """Begin to fill the masks. All tokens of the sequences are known."""
-        self._filling = self._threads.fill([self._items[row] for row in self._rows])
+        self._filling = self._threads.fill(self._items)
 
     def message(self) -> MaskMessage:
         """Wait until the masks are filled, and return them."""

@@ -8,13 +8,14 @@ seed and the output token's index, so it is the same on every device, in every b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from replicas.engine.batch import BatchColumns
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 from replicas.protocol import SamplingParams
 
@@ -31,7 +32,11 @@ _SMALLEST_EXPONENT = -80.0
 """Exponents up to this one give a weight of 0: 150,000 such weights are nothing beside the largest one, which is 1."""
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Lower temperatures are greedy: other tokens would have weight 0 in float32, or the division would overflow.
+GREEDY_TEMPERATURE = 1e-5
+# Numbers of a row that draws randomly, in the order of `RandomRows.columns`.
+_UNIFORM, _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K = range(5)
 _BITS = 52  # With 52 bits, uniform * total < total holds in float64 despite rounding.
 
 
@@ -79,48 +84,85 @@ class RandomRows:
         return SamplingTensors(uniform, temperature, top_p, min_p, top_k, self.needs_total)
 
 
-def plan_random_rows(
-    rows: Items[int],
-    params: Items[SamplingParams],
-    uniforms: Items[float],
-    vocab_size: int,
-    to_device: HostToDeviceBuffer,
-) -> RandomRows:
-    """Add the sampling parameters of `rows` to `to_device`. `params` and `uniforms` have the order of `rows`."""
-    numbers: list[float] = []
-    for drawn, row_params in zip(uniforms, params, strict=True):
-        numbers += (drawn, row_params.temperature, row_params.top_p, row_params.min_p, _top_k(row_params, vocab_size))
-    needs_total = any(row_params.top_p < 1.0 and not _is_restricted(row_params, vocab_size) for row_params in params)
-    return RandomRows(
-        to_device.ints(rows),
-        to_device.floats(numbers),
-        needs_total,
-        has_top_k=any(_top_k(row_params, vocab_size) < math.inf for row_params in params),
-        has_top_p=any(row_params.top_p < 1.0 for row_params in params),
-    )
+class RandomColumns:
+    """Parameters of the random sampling of running sequences, in arrays by their columns in the engine's table.
+
+    Invariant: a column's numbers are those of the sequence whose admission it records.
+    """
+
+    def __init__(self, vocab_size: int, *, batch_invariant: bool) -> None:
+        """If `batch_invariant`, all random rows count as truncated."""
+        self._vocab_size = vocab_size
+        self._batch_invariant = batch_invariant
+        self._admissions = np.zeros(0, np.int64)
+        self._seeds = np.zeros(0, np.uint64)
+        self._num_prompt_tokens = np.zeros(0, np.int64)
+        self._numbers = np.zeros((0, _TOP_K + 1))
+        self._is_truncated = np.zeros(0, bool)
+        self._needs_total = np.zeros(0, bool)
+        """True if top-p is a share of the whole vocabulary's weight."""
+
+    def plan(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> tuple[RandomRows | None, RandomRows | None]:
+        """Add the numbers of the items, all of which sample, to `to_device`; return the truncated rows and the others.
+
+        Truncated rows are those from which top-p, min-p or top-k can exclude tokens.
+        """
+        self._update(columns)
+        is_random = self._numbers[columns.rows, _TEMPERATURE] >= GREEDY_TEMPERATURE
+        is_truncated = self._is_truncated[columns.rows]
+        return (
+            self._rows((is_random & is_truncated).nonzero()[0], columns, to_device),
+            self._rows((is_random & ~is_truncated).nonzero()[0], columns, to_device),
+        )
+
+    def _rows(self, indices: np.ndarray, columns: BatchColumns, to_device: HostToDeviceBuffer) -> RandomRows | None:
+        if not len(indices):
+            return None
+        rows = columns.rows[indices]
+        numbers = self._numbers[rows]
+        numbers[:, _UNIFORM] = uniforms(self._seeds[rows], columns.ends[indices] - self._num_prompt_tokens[rows])
+        return RandomRows(
+            to_device.ints(indices),
+            to_device.floats(numbers.ravel()),
+            bool(self._needs_total[rows].any()),
+            has_top_k=bool((numbers[:, _TOP_K] < math.inf).any()),
+            has_top_p=bool((numbers[:, _TOP_P] < 1.0).any()),
+        )
+
+    def _update(self, columns: BatchColumns) -> None:
+        """Read the parameters of the sequences that have come since the last step, and of those that do not run."""
+        rows = columns.rows
+        if (num_rows := int(rows.max()) + 1) > len(self._admissions):
+            for name, column in list(vars(self).items()):
+                if isinstance(column, np.ndarray):
+                    setattr(self, name, np.zeros((num_rows, *column.shape[1:]), column.dtype))
+        is_new = (self._admissions[rows] != columns.admissions) | (columns.admissions < 0)
+        for index in is_new.nonzero()[0].tolist():
+            row, sequence = rows.item(index), columns.sequences[index]
+            params = sequence.request.params
+            top_k = _top_k(params, self._vocab_size)
+            is_restricted = params.min_p > 0.0 or top_k < math.inf
+            self._seeds[row], self._num_prompt_tokens[row] = params.seed & _MASK, sequence.num_prompt_tokens
+            self._numbers[row] = (0.0, params.temperature, params.top_p, params.min_p, top_k)
+            self._is_truncated[row] = self._batch_invariant or params.top_p < 1.0 or is_restricted
+            self._needs_total[row] = params.top_p < 1.0 and not is_restricted
+        self._admissions[rows] = columns.admissions
 
 
-def uniform(seed: int, index: int) -> float:
-    """Return the uniform number in [0, 1) that chooses output token `index` of a request with `seed`."""
-    return (_mix(_mix(seed & _MASK) + (index + 1) * _GOLDEN) >> (64 - _BITS)) / (1 << _BITS)
+def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Return the uniform numbers in [0, 1) that choose output tokens `indices` of requests with `seeds` uint64."""
+    mixed = _mix(_mix(seeds) + (indices + 1).astype(np.uint64) * _GOLDEN)
+    numbers: np.ndarray = (mixed >> np.uint64(64 - _BITS)).astype(np.float64) / (1 << _BITS)
+    return numbers
 
 
-def _mix(value: int) -> int:
-    """Return SplitMix64's output for `value`: a 64-bit bijection in which every input bit affects every output bit."""
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def is_truncated(params: SamplingParams, vocab_size: int) -> bool:
-    """Return True if top-p, min-p or top-k can exclude tokens."""
-    return params.top_p < 1.0 or _is_restricted(params, vocab_size)
-
-
-def _is_restricted(params: SamplingParams, vocab_size: int) -> bool:
-    """Return True if min-p or top-k, which apply before top-p, can exclude tokens."""
-    return params.min_p > 0.0 or _top_k(params, vocab_size) < math.inf
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Return SplitMix64's output for `values`: a 64-bit bijection in which every input bit affects every output bit."""
+    values = values + _GOLDEN
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed
 
 
 def _top_k(params: SamplingParams, vocab_size: int) -> float:

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from replicas.engine.batch import ItemResult, ScheduledSequence
+from replicas.engine.batch import BatchColumns, ItemResult, ScheduledSequence, StepResults
 from replicas.model.batch.inputs import LastRows
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor, Span
 from replicas.model.sampling.logits_processors import LogitsChanges, LogitsProcessors
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
 from replicas.model.sampling.masks import RowMasks
 from replicas.model.sampling.multinomial import (
+    RandomColumns,
     RandomRows,
-    is_truncated,
-    plan_random_rows,
     sample_full,
     sample_truncated,
-    uniform,
 )
 from replicas.model.sampling.token_counts import CountSlots, TokenCounts
-from replicas.protocol import SamplingParams
 
 _log = logging.getLogger(__name__)
-
-# Lower temperatures are greedy: other tokens would have weight 0 in float32, or the division would overflow.
-_GREEDY_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,36 +108,22 @@ class SamplingPlanner:
 
         If `batch_invariant`, all random rows are drawn by the kernel for truncated ones, which adds up integers.
         """
-        self._vocab_size = vocab_size
-        self._batch_invariant = batch_invariant
+        self._random = RandomColumns(vocab_size, batch_invariant=batch_invariant)
         self._logits_processors = LogitsProcessors(eos_token_ids, vocab_size, slots)
 
-    def plan(self, items: Items[ScheduledSequence], last_rows: LastRows, to_device: HostToDeviceBuffer) -> SamplingPlan:
+    def plan(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> SamplingPlan:
         """Plan the sampling of one token per item, and add its numbers to `to_device`."""
-        changes = self._logits_processors.plan(items, last_rows, to_device)
-        params = [item.sequence.request.params for item in items]
-        random = [row for row, some in enumerate(params) if some.temperature >= _GREEDY_TEMPERATURE]
-        truncated = {row for row in random if self._batch_invariant or is_truncated(params[row], self._vocab_size)}
-        scored = [row for row, some in enumerate(params) if some.logprobs is not None]
-        return SamplingPlan(
-            changes,
-            self._random([row for row in random if row in truncated], items, params, to_device),
-            self._random([row for row in random if row not in truncated], items, params, to_device),
-            to_device.ints(scored),
-            max((params[row].logprobs or 0 for row in scored), default=0),
-        )
+        changes = self._logits_processors.plan(columns, last_rows, to_device)
+        truncated, full = self._random.plan(columns, to_device)
+        num_logprobs = _num_logprobs(columns)
+        scored = to_device.ints(list(num_logprobs))
+        return SamplingPlan(changes, truncated, full, scored, max(num_logprobs.values(), default=0))
 
-    def _random(
-        self,
-        rows: list[int],
-        items: Items[ScheduledSequence],
-        params: Items[SamplingParams],
-        to_device: HostToDeviceBuffer,
-    ) -> RandomRows | None:
-        if not rows:
-            return None
-        uniforms = [uniform(params[row].seed, items[row].output_index) for row in rows]
-        return plan_random_rows(rows, [params[row] for row in rows], uniforms, self._vocab_size, to_device)
+
+def _num_logprobs(columns: BatchColumns) -> dict[int, int]:
+    """Return the number of log probabilities that each item asks for, if it asks for some."""
+    numbers = {row: columns.sequences[row].request.params.logprobs for row in columns.special}
+    return {row: number for row, number in numbers.items() if number is not None}
 
 
 class Sampler:
@@ -224,25 +203,19 @@ class PendingTokens:
     pending: PendingTensor  # [2, num_rows] int64: the tokens, and 1 for each row of finite logits
     logprobs: PendingLogprobs | None
 
-    def read(self, to_host: DeviceToHostBuffer, items: Items[ScheduledSequence]) -> list[ItemResult]:
+    def read(self, to_host: DeviceToHostBuffer, columns: BatchColumns) -> StepResults:
         """Return one result per item of the plan, after `to_host.wait()`."""
-        tokens, finite = to_host[self.pending].tolist()
-        results = [
-            ItemResult(token_id=token) if is_finite else ItemResult(error=_fault(item))
-            for item, token, is_finite in zip(items, tokens, finite, strict=True)
-        ]
+        tokens, is_finite = to_host[self.pending].numpy()
+        others: dict[int, ItemResult] = {}
         if self.logprobs is not None:
-            num_logprobs = {
-                row: item.sequence.request.params.logprobs
-                for row, item in enumerate(items)
-                if item.sequence.request.params.logprobs is not None
-            }
-            chosen = [tokens[row] for row in num_logprobs]
+            num_logprobs = _num_logprobs(columns)
+            chosen = tokens[list(num_logprobs)].tolist()
             scores = self.logprobs.read(to_host, chosen, list(num_logprobs.values()))
-            for row, logprobs in zip(num_logprobs, scores, strict=True):
-                if finite[row]:
-                    results[row] = ItemResult(token_id=tokens[row], logprobs=logprobs)
-        return results
+            for row, token_id, logprobs in zip(num_logprobs, chosen, scores, strict=True):
+                others[row] = ItemResult(token_id, logprobs)
+        for row in (is_finite == 0).nonzero()[0].tolist():
+            others[row] = ItemResult(error=_fault(columns.item(row)))
+        return StepResults(tokens, others)
 
 
 def _fault(item: ScheduledSequence) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from replicas.engine.batch import ScheduledSequence
+from replicas.engine.batch import BatchColumns, ScheduledSequence
 from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.model.batch.inputs import LastRows
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
@@ -126,14 +125,12 @@ class CountSlots:
         self._held: dict[Sequence, _Held] = {}
         self._free = list(range(num_slots))
 
-    def plan(
-        self, items: Items[ScheduledSequence], last_rows: LastRows, to_device: HostToDeviceBuffer
-    ) -> PenaltyPlan | None:
+    def plan(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> PenaltyPlan | None:
         """Add the penalties of the items, all of which sample, to `to_device`; return None if no item has any."""
         growth = _Growth()
-        for row, item in enumerate(items):
-            if item.sequence.has_penalties:
-                self._add(growth, row, item, last_rows)
+        for row in columns.special:
+            if columns.sequences[row].has_penalties:
+                self._add(growth, row, columns.item(row), last_rows)
         if not growth.rows:
             return None
         return PenaltyPlan(

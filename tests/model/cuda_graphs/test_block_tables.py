@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from replicas.engine.batch import ScheduledSequence
+from replicas.engine.batch import BatchColumns, ScheduledSequence
 from replicas.engine.sequence import Sequence
+from replicas.engine.sequence_table import SequenceTable
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.padding import BlockTableRows
 from replicas.protocol import GenerateRequest, SamplingParams
@@ -20,55 +21,70 @@ def make_sequence(number: int) -> Sequence:
     return Sequence(request, arrival_s=0.0, deadline_s=None, arrival_index=number)
 
 
-def grow(rng: random.Random, sequence: Sequence) -> None:
-    if rng.random() < 0.15:
-        sequence.block_table, sequence.num_preemptions = [], sequence.num_preemptions + 1
+def running(num_sequences: int) -> list[Sequence]:
+    table, sequences = SequenceTable(NUM_ROWS), [make_sequence(number) for number in range(num_sequences)]
+    for sequence in sequences:
+        table.enter(sequence)
+    return sequences
+
+
+def columns_of(sequences: list[Sequence]) -> BatchColumns:
+    return BatchColumns.of([ScheduledSequence.of(sequence, 0, 1) for sequence in sequences])
+
+
+def come_and_go(rng: random.Random, table: SequenceTable, sequence: Sequence) -> None:
+    num_running = NUM_ROWS - len(table._free)
+    if sequence.row is not None and rng.random() < 0.15:
+        table.leave(sequence)
+        sequence.block_table = []
+    elif sequence.row is None and num_running < NUM_ROWS and rng.random() < 0.5:
+        table.enter(sequence)
     for _ in range(rng.choice([0, 0, 1, 3])):
-        if len(sequence.block_table) < NUM_COLUMNS:
+        if sequence.row is not None and len(sequence.block_table) < NUM_COLUMNS:
             sequence.block_table.append(rng.randrange(1, 1000))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_sequences_row_holds_its_table(seed: int) -> None:
-    rng = random.Random(seed)
+    rng, table = random.Random(seed), SequenceTable(NUM_ROWS)
     sequences = [make_sequence(number) for number in range(12)]
     rows, tables = BlockTableRows(NUM_ROWS, NUM_COLUMNS), torch.zeros(NUM_ROWS, NUM_COLUMNS, dtype=torch.int32)
     for _ in range(200):
         for sequence in sequences:
-            grow(rng, sequence)
-        items = [ScheduledSequence.of(sequence, 0, 1) for sequence in rng.sample(sequences, rng.randint(1, NUM_ROWS))]
+            come_and_go(rng, table, sequence)
+        present = [sequence for sequence in sequences if sequence.row is not None]
+        probe = make_sequence(99)  # It does not run, as those of a warm-up.
+        probe.block_table = [rng.randrange(1, 1000)]
+        chosen = rng.sample(present, rng.randint(0, len(present)))
+        columns = columns_of([*chosen, probe] if len(chosen) < NUM_ROWS else chosen)
         to_device = HostToDeviceBuffer()
-        update = rows.update(items, to_device)
+        update = rows.update(columns, to_device)
         if rng.random() < 0.1:
             rows.forget()  # The step could not run.
             continue
         update.apply(tables, DeviceBuffer.of(to_device.words, NO_TOKENS))
-        assert len(set(rows.rows_of(items))) == len(items)
-        for item, row in zip(items, rows.rows_of(items), strict=True):
-            table = item.sequence.block_table
-            assert tables[row, : len(table)].tolist() == table
+        assert len(set(columns.rows.tolist())) == len(columns.sequences)
+        for sequence, row in zip(columns.sequences, columns.rows.tolist(), strict=True):
+            assert tables[row, : len(sequence.block_table)].tolist() == sequence.block_table
+            assert rows.tables[row, : len(sequence.block_table)].tolist() == sequence.block_table
 
 
 def test_a_steady_batch_sends_new_blocks_alone() -> None:
-    rows = BlockTableRows(NUM_ROWS, NUM_COLUMNS)
-    sequences = [make_sequence(number) for number in range(3)]
+    rows, sequences = BlockTableRows(NUM_ROWS, NUM_COLUMNS), running(3)
     num_sent = []
     for step in range(4):
         for sequence in sequences:
             sequence.block_table.append(1 + step)
-        update = rows.update([ScheduledSequence.of(sequence, 0, 1) for sequence in sequences], HostToDeviceBuffer())
-        num_sent.append(len(update.blocks))
+        num_sent.append(len(rows.update(columns_of(sequences), HostToDeviceBuffer()).blocks))
     assert num_sent == [3, 3, 3, 3]
 
 
-def test_sequences_that_take_turns_keep_their_rows() -> None:
-    rows = BlockTableRows(NUM_ROWS, NUM_COLUMNS)
-    sequences = [make_sequence(number) for number in range(NUM_ROWS)]
+def test_sequences_that_take_turns_send_new_blocks_alone() -> None:
+    rows, sequences = BlockTableRows(NUM_ROWS, NUM_COLUMNS), running(NUM_ROWS)
     num_sent = []
     for step in range(6):
         turn = sequences[step % 2 :: 2]
         for sequence in turn:
             sequence.block_table.append(1 + step)
-        update = rows.update([ScheduledSequence.of(sequence, 0, 1) for sequence in turn], HostToDeviceBuffer())
-        num_sent.append(len(update.blocks))
+        num_sent.append(len(rows.update(columns_of(turn), HostToDeviceBuffer()).blocks))
     assert num_sent == [3, 2] * 3

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench.gpu.model_checks import check_ahead
+from replicas.engine.batch import BatchColumns
 from replicas.engine.config import EngineLimits
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.batch.inputs import dummy_item
@@ -183,7 +184,7 @@ def test_small_steps_have_the_next_shape_and_large_ones_none() -> None:
     padding = StepPadding(step_shapes(max_num_seqs=4, max_num_batched_tokens=40), block_size=16, max_blocks=4)
 
     def shape_of(*chunks: tuple[int, int]) -> StepShape | None:
-        return padding.shape_of([dummy_item(start, end - start, 16) for start, end in chunks])
+        return padding.shape_of(BatchColumns.of([dummy_item(start, end - start, 16) for start, end in chunks]))
 
     assert shape_of((5, 6), (9, 10), (3, 4)) == StepShape.decodes(4)
     assert shape_of((5, 6), (0, 9)) == StepShape.mixed(16, 4) and shape_of((0, 33)) == StepShape.mixed(40, 4)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from replicas.engine.batch import ItemResult, LaunchedStep, ScheduledBatch
+from replicas.engine.batch import LaunchedStep, ScheduledBatch, StepResults
 from replicas.engine.engine import Engine
 from replicas.model.attention.cpp import CppAttention
 from replicas.model.loading.loader import LoadedModel
@@ -68,7 +68,7 @@ class FailingStep:
     def sample(self) -> None:
         self.step.sample()
 
-    def collect(self) -> list[ItemResult]:
+    def collect(self) -> StepResults:
         self.step.collect()
         raise RuntimeError("the device failed")
 

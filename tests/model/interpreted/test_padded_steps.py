@@ -8,13 +8,13 @@ pytest.importorskip("triton")
 
 import torch
 
-from replicas.engine.batch import ScheduledSequence
+from replicas.engine.batch import BatchColumns, ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.model.attention import triton
 from replicas.model.attention.interface import AttentionCall, AttentionContext, Scoring
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.triton import TritonBackend
-from replicas.model.batch.inputs import build_inputs
+from replicas.model.batch.inputs import NO_LAST_ROWS, build_inputs
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.buffers import StaticInputs, StepBuffers
 from replicas.model.cuda_graphs.padding import StepPadding, StepShape
@@ -45,7 +45,7 @@ def padded(
     padding: StepPadding, buffers: StepBuffers, items: list[ScheduledSequence], shape: StepShape
 ) -> StaticInputs:
     to_device = HostToDeviceBuffer()
-    plan = padding.plan(items, shape, {}, to_device)
+    plan = padding.plan(BatchColumns.of(items), shape, NO_LAST_ROWS, to_device)
     buffers.load(plan, DeviceBuffer.of(to_device.words, no_tokens(CPU)))
     return buffers.inputs(shape)
 

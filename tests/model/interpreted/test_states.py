@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
-from replicas.engine.batch import ScheduledSequence, StateMove
+from replicas.engine.batch import BatchColumns, ScheduledSequence, StateMove
 from replicas.errors import ModelLoadError
 from replicas.model.attention import state_select, state_triton
 from replicas.model.attention.recurrent import ConvCall, RuleCall, StateContext
@@ -18,7 +18,7 @@ from replicas.model.attention.state_cache import StateCache, StateLayer
 from replicas.model.attention.state_select import StateSpec, check_states, choose_states, state_calls, state_schedule
 from replicas.model.attention.state_torch import TorchStates
 from replicas.model.attention.state_triton import TritonStateBackend
-from replicas.model.batch.inputs import build_inputs, dummy_item
+from replicas.model.batch.inputs import NO_LAST_ROWS, build_inputs, dummy_item
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.buffers import StepBuffers
 from replicas.model.cuda_graphs.padding import StepPadding, StepShape
@@ -208,7 +208,7 @@ def test_padding_changes_no_state_and_no_output() -> None:
         plain = build_inputs(items, 16, CPU)
         num_tokens = plain.input_ids.shape[1]
         to_device = HostToDeviceBuffer()
-        plan = padding.plan(items, shape, {}, to_device)
+        plan = padding.plan(BatchColumns.of(items), shape, NO_LAST_ROWS, to_device)
         buffers.load(plan, DeviceBuffer.of(to_device.words, no_tokens(CPU)))
         padded = buffers.inputs(shape).states
         assert padded is not None

@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
-from replicas.engine.batch import ScheduledSequence
+from replicas.engine.batch import BatchColumns, ScheduledSequence
 from replicas.engine.sequence import Sequence
+from replicas.model.batch.inputs import NO_LAST_ROWS
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.sampling import multinomial
 from replicas.model.sampling.masks import MaskThreads, RowMasks
@@ -54,18 +55,18 @@ def item(constraint: Tokens | None, **params: object) -> ScheduledSequence:
 
 
 def masks_of(vocab_size: int, *items: ScheduledSequence) -> RowMasks | None:
-    pending = MaskThreads(vocab_size, 2).masks_of(items)
+    pending = MaskThreads(vocab_size, 2).masks_of(BatchColumns.of(items))
     return None if pending is None else pending.message().place(CPU)
 
 
 def sample(logits: torch.Tensor, *items: ScheduledSequence) -> list[int | None]:
     to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
-    plan = SamplingPlanner(frozenset({EOS}), logits.shape[1]).plan(items, {}, to_device)
+    plan = SamplingPlanner(frozenset({EOS}), logits.shape[1]).plan(BatchColumns.of(items), NO_LAST_ROWS, to_device)
     on_device = DeviceBuffer.of(to_device.words, no_tokens(CPU))
     launched = Sampler().launch(plan, logits, None, on_device, to_host, masks_of(logits.shape[1], *items))
     to_host.close(CPU)
     to_host.wait()
-    return [result.token_id for result in launched.read(to_host, items)]
+    return [result.token_id for result in launched.read(to_host, BatchColumns.of(items))]
 
 
 @pytest.mark.parametrize("vocab_size", [7, 32, 33, 97, 4099])
@@ -146,8 +147,10 @@ def test_a_row_without_any_allowed_token_is_an_error() -> None:
 
 def test_masks_of_a_step_that_failed_are_waited_for() -> None:
     threads, constraint = MaskThreads(97, 2), Tokens(1, seconds=0.05)
-    assert threads.masks_of([item(constraint)]) is not None  # Its step fails before the masks are placed.
+    assert (
+        threads.masks_of(BatchColumns.of([item(constraint)])) is not None
+    )  # Its step fails before the masks are placed.
     threads.settle()
-    again = threads.masks_of([item(constraint)])
+    again = threads.masks_of(BatchColumns.of([item(constraint)]))
     assert again is not None and again.message().rows.tolist() == [0]
     assert constraint.num_filled == 2

@@ -6,16 +6,21 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from replicas.engine.sequence import Sequence
-from replicas.model.sampling.multinomial import SamplingTensors, sample_full, uniform
+from replicas.model.sampling.multinomial import SamplingTensors, sample_full, uniforms
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
 from testkit.model.engine_runs import sample as sample_rows
 
 EOS = 2
+
+
+def uniform(seed: int, index: int) -> float:
+    return float(uniforms(np.array([seed % 2**64], np.uint64), np.array([index]))[0])
 
 
 def sequence(params: SamplingParams, prompt: tuple[int, ...] = (5,), output: tuple[int, ...] = ()) -> Sequence:

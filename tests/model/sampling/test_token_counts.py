@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import BatchColumns, ScheduledBatch, ScheduledSequence
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.model.batch.inputs import LastRows
+from replicas.model.batch.inputs import NO_LAST_ROWS, LastRows
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.sampling.logits_processors import LogitsProcessors
 from replicas.model.sampling.token_counts import IN_PROMPT, CountSlots, TokenCounts, penalize_by_definition
@@ -35,7 +35,7 @@ def random_sequence(rng: random.Random, number: int) -> Sequence:
 
 def on_host(items: list[ScheduledSequence], logits: Tensor) -> Tensor:
     to_device = HostToDeviceBuffer()
-    changes = LogitsProcessors(frozenset(), VOCAB_SIZE, None).plan(items, {}, to_device)
+    changes = LogitsProcessors(frozenset(), VOCAB_SIZE, None).plan(BatchColumns.of(items), NO_LAST_ROWS, to_device)
     return changes.apply(logits, DeviceBuffer.of(to_device.words, NO_TOKENS), None)
 
 
@@ -50,7 +50,9 @@ class DeviceCounts:
         self, items: list[ScheduledSequence], logits: Tensor, last_rows: LastRows, last_tokens: Tensor
     ) -> Tensor:
         to_device = HostToDeviceBuffer()
-        changes = LogitsProcessors(frozenset(), VOCAB_SIZE, self.slots).plan(items, last_rows, to_device)
+        changes = LogitsProcessors(frozenset(), VOCAB_SIZE, self.slots).plan(
+            BatchColumns.of(items), last_rows, to_device
+        )
         return changes.apply(logits, DeviceBuffer.of(to_device.words, last_tokens), self.counts)
 
 
@@ -66,7 +68,7 @@ def test_penalties_are_those_of_the_host(seed: int) -> None:
         for sequence in sequences:
             sequence.status = SequenceStatus.RUNNING if sequence in running else SequenceStatus.WAITING
         newest = [rng.randrange(VOCAB_SIZE + 2) for _ in running]
-        last_rows = {some: row for row, some in enumerate(running, -len(running))}
+        last_rows = LastRows(BatchColumns.of([ScheduledSequence.of(sequence, 0, 1) for sequence in running]))
         items, are_late = [], []
         for sequence in running:
             is_late = rng.random() < 0.5 and sequence not in running_again
@@ -97,16 +99,16 @@ def test_a_step_sends_new_tokens_alone() -> None:
     rng = random.Random(1)
     device = DeviceCounts()
     sequence = random_sequence(rng, 0)
-    sequence.has_penalties = True
+    sequence.has_penalties = sequence.is_special = True
     lengths = []
     for _ in range(5):
-        sequence.token_ids += [7, 8]
+        sequence.token_ids.extend([7, 8])
         item = ScheduledSequence.of(sequence, len(sequence.token_ids) - 1, 1)
-        plan = device.slots.plan([item], {}, HostToDeviceBuffer())
+        plan = device.slots.plan(BatchColumns.of([item]), NO_LAST_ROWS, HostToDeviceBuffer())
         assert plan is not None
         lengths.append((len(plan.prompt_cells) > 0, len(plan.output_cells)))
         to_device = HostToDeviceBuffer()
-        plan = device.slots.plan([item], {}, to_device)  # The step runs again.
+        plan = device.slots.plan(BatchColumns.of([item]), NO_LAST_ROWS, to_device)  # The step runs again.
         assert plan is not None and len(plan.new_slots) == 1
         device.counts.apply(plan, torch.zeros(1, VOCAB_SIZE), DeviceBuffer.of(to_device.words, NO_TOKENS))
     assert lengths == [(True, 2), *[(False, 2)] * 4]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from replicas.engine.batch import ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import LaunchedStep, ScheduledBatch, ScheduledSequence, StepResults
 from replicas.engine.config import EngineConfig
 from replicas.protocol import FinishReason, GenerateRequest
 from testkit.engine.random_worlds import play, random_config, random_request
@@ -38,7 +38,7 @@ class _Step:
         assert list(self.runner.pending) == [self], "the steps before are collected"
         self.launched.sample()
 
-    def collect(self) -> list[ItemResult]:
+    def collect(self) -> StepResults:
         assert self.runner.pending.popleft() is self, "steps are collected in order"
         if self.fails:
             for step in (self, *self.runner.pending):
