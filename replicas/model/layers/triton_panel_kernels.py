@@ -18,6 +18,14 @@ _INT8 = tl.constexpr(PanelFormat.INT8.value)
 
 
 @triton.jit
+def _from_bits(bits, TYPE: tl.constexpr):
+    """Return numbers in TYPE, bfloat16 or float32, from the bits uint16 of bfloat16."""
+    if tl.bfloat16 == TYPE:
+        return bits.to(tl.bfloat16, bitcast=True)
+    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _values(numbers, table, FORMAT: tl.constexpr, TYPE: tl.constexpr):
     """Return the values of numbers uint8 in TYPE, exactly. Those of INT4 are 8 less than the numbers.
 
@@ -29,13 +37,13 @@ def _values(numbers, table, FORMAT: tl.constexpr, TYPE: tl.constexpr):
     EXACT: tl.constexpr = tl.bfloat16 if tl.bfloat16 == TYPE else tl.float32
     bits = numbers.to(tl.uint16)
     if FORMAT == _INT4:
-        values = (bits | 0x4300).to(tl.bfloat16, bitcast=True).to(EXACT) - 136.0
+        values = _from_bits(bits | 0x4300, EXACT) - 136.0
     elif FORMAT == _INT8:
-        low = ((bits & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True).to(EXACT)
-        values = low - ((bits & 0x80) | 0x4300).to(tl.bfloat16, bitcast=True).to(EXACT)
+        low = _from_bits((bits & 0x7F) | 0x4300, EXACT)
+        values = low - _from_bits((bits & 0x80) | 0x4300, EXACT)
     else:
         moved = ((bits & 0x80) << 8) | ((bits & 0x7F) << 4)
-        values = moved.to(tl.bfloat16, bitcast=True).to(EXACT) * 1.329227995784916e36
+        values = _from_bits(moved, EXACT) * 1.329227995784916e36
     return values.to(TYPE)
 
 
