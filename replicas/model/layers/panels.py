@@ -19,8 +19,8 @@ from replicas.model.checkpoint.quantized_linear import QuantizedLinear
 
 PANEL = 64
 """Outputs of a panel."""
-_MAX_BYTES = {4: 64, 8: 128}
-"""Most bytes that an output has in a unit, by bits of a number."""
+_MAX_BYTES = 64
+"""Most bytes that an output has in a unit. With more, the values of a unit do not fit the registers beside the sums."""
 
 
 class PanelFormat(IntEnum):
@@ -99,9 +99,9 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def unit_bytes(bits: int, group_size: int) -> int:
-    """Return the bytes that an output has in a unit, for groups of `group_size` inputs: 16, 32, 64, or more."""
-    return min(_MAX_BYTES[bits], group_size)
+def unit_bytes(group_size: int) -> int:
+    """Return the bytes that an output has in a unit, for groups of 16, 32, 64 or more inputs."""
+    return min(_MAX_BYTES, group_size)
 
 
 def pack_panels(weight: QuantizedLinear) -> Panels:
@@ -120,7 +120,7 @@ def pack_panels(weight: QuantizedLinear) -> Panels:
         outputs = torch.arange(len(numbers), device=numbers.device) // weight.outputs_per_scale
         scales, zero_points = scales[outputs], None if zero_points is None else zero_points[outputs]
     if group_size >= num_inputs:
-        group_size = -(-num_inputs // _MAX_BYTES[8]) * _MAX_BYTES[8]
+        group_size = max(num_inputs, _MAX_BYTES)
     if panel_format is PanelFormat.FLOAT8:
         scales = _with_nan(numbers, scales, group_size)
     if zero_points is None and middle:
@@ -129,7 +129,7 @@ def pack_panels(weight: QuantizedLinear) -> Panels:
         zero_points = None
     return Panels(
         panel_format,
-        _in_panels(numbers, panel_format.bits, unit_bytes(panel_format.bits, group_size)),
+        _in_panels(numbers, panel_format.bits, unit_bytes(group_size)),
         scales.t().contiguous(),
         None if zero_points is None else zero_points.t().contiguous(),
         middle,

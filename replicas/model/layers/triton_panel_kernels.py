@@ -18,11 +18,13 @@ _INT8 = tl.constexpr(PanelFormat.INT8.value)
 
 
 @triton.jit
-def _from_bits(bits, TYPE: tl.constexpr):
-    """Return numbers in TYPE, bfloat16 or float32, from the bits uint16 of bfloat16."""
-    if tl.bfloat16 == TYPE:
-        return bits.to(tl.bfloat16, bitcast=True)
-    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+def _from_bits(bits, IS_BFLOAT16: tl.constexpr):
+    """Return numbers in bfloat16, or else float32, from the bits uint16 of bfloat16."""
+    if IS_BFLOAT16:
+        numbers = bits.to(tl.bfloat16, bitcast=True)
+    else:
+        numbers = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return numbers
 
 
 @triton.jit
@@ -32,18 +34,18 @@ def _values(numbers, table, FORMAT: tl.constexpr, TYPE: tl.constexpr):
     The bits 0x4300 | n are 128 + n in bfloat16 for n < 128, and 0x4380 is 256. Those of an 8-bit float, moved to the
     fields of bfloat16, are 2 ** -120 times its value.
     """
-    if FORMAT == _TABLE4:
-        return tl.load(table + numbers).to(TYPE)
-    EXACT: tl.constexpr = tl.bfloat16 if tl.bfloat16 == TYPE else tl.float32
+    IS_BFLOAT16: tl.constexpr = TYPE.is_bf16()
     bits = numbers.to(tl.uint16)
-    if FORMAT == _INT4:
-        values = _from_bits(bits | 0x4300, EXACT) - 136.0
+    if FORMAT == _TABLE4:
+        values = tl.load(table + numbers)
+    elif FORMAT == _INT4:
+        values = _from_bits(bits | 0x4300, IS_BFLOAT16) - 136.0
     elif FORMAT == _INT8:
-        low = _from_bits((bits & 0x7F) | 0x4300, EXACT)
-        values = low - _from_bits((bits & 0x80) | 0x4300, EXACT)
+        low = _from_bits((bits & 0x7F) | 0x4300, IS_BFLOAT16)
+        values = low - _from_bits((bits & 0x80) | 0x4300, IS_BFLOAT16)
     else:
         moved = ((bits & 0x80) << 8) | ((bits & 0x7F) << 4)
-        values = _from_bits(moved, EXACT) * 1.329227995784916e36
+        values = _from_bits(moved, IS_BFLOAT16) * 1.329227995784916e36
     return values.to(TYPE)
 
 

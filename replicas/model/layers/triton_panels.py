@@ -26,7 +26,7 @@ _SCRATCH_NUMBERS = 2**27
 _MAX_PARTS = 16
 _MIN_PART_UNITS, _MIN_PART_INPUTS = 4, 512
 """Least of a part: with less a pipeline does not fill."""
-_INVARIANT_TILE = ProductTile(64, 64, 0, num_warps=4, num_stages=3)
+INVARIANT_TILE = ProductTile(64, 64, 0, num_warps=4, num_stages=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class TritonPanels:
             return output
         division = divide_panels(num_units, panels.unit_inputs, out_size, num_rows, rows.itemsize)
         if self._is_batch_invariant:
-            tile = panel_tile(num_rows, rows.itemsize) if rows.itemsize > 2 else _INVARIANT_TILE
+            tile = panel_tile(num_rows, rows.itemsize) if rows.itemsize > 2 else INVARIANT_TILE
             division = PanelDivision(tile, 1, num_units)
         tile, is_split = division.tile, division.num_parts > 1
         parts = output

@@ -1,6 +1,5 @@
 """Weights in panels: they have the values of the checkpoint, bit for bit, and products differ in their order alone."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from replicas.model.loading.config import read_config
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.memory import weights_on_gpu
 from replicas.model.loading.weights import load_weights
-from testkit.model.bfloat16_interpreter import bfloat16_arithmetic
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import build_engine, check_equals_generate, load, random_prompts
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
@@ -33,15 +31,10 @@ from testkit.model.tiny_checkpoints import write_checkpoint
 from tests.model.loading.test_gguf_bits import KINDS as KINDS_OF_GGUF
 from tests.model.loading.test_gguf_bits import converted
 
+pytestmark = pytest.mark.usefixtures("bfloat16")
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-
-
-@pytest.fixture(autouse=True)
-def _bfloat16() -> Iterator[None]:
-    with bfloat16_arithmetic():
-        yield
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -247,20 +240,18 @@ def test_kept_weights_give_the_tokens_of_the_dequantized_model(tmp_path: Path, n
     check_equals_generate(build_engine(loaded), path.parent / "dense", random_prompts((5, 20)), max_tokens=3)
 
 
-def taken_bytes(loaded: LoadedModel) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
+def taken_bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["AWQ", "GPTQ desc_act", "compressed-tensors FP8 blocks", "bitsandbytes int8"])
-def test_memory_and_its_prediction(tmp_path: Path, name: str) -> None:
+def test_memory_is_that_of_the_prediction(tmp_path: Path, name: str) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
-    plain = write_checkpoint(tmp_path / "plain", **sizes)
-    path = quantize_checkpoint(plain, tmp_path, METHODS[name])
-    loaded = load_in_panels(path, TritonPanels(CPU))
-    found = weights_on_gpu(path, "float32", 4, keeps_bits=True)
-    assert found.num_bytes == pytest.approx(taken_bytes(loaded), rel=0.02)
-    assert found.description == loaded.weights
-    dense = weights_on_gpu(path, "float32", 4, keeps_bits=False)
+    path = quantize_checkpoint(write_checkpoint(tmp_path / "plain", **sizes), tmp_path, METHODS[name])
+    weights = load_weights(str(path), read_config(str(path)), torch.float32, kept=kept_panels(TritonPanels(CPU)))
+    found, dense = (weights_on_gpu(path, "float32", 4, keeps_bits=keeps_bits) for keeps_bits in (True, False))
+    assert found.num_bytes == pytest.approx(taken_bytes(weights.model), rel=0.02)
+    assert found.description == weights.description
     assert dense.num_bytes == 4 * dense.num_values > found.num_bytes and "dequantized" in dense.description
 
 
@@ -272,7 +263,7 @@ def test_gguf_weights_keep_their_bits_and_their_values(tmp_path: Path, name: str
     loaded = load_in_panels(path, TritonPanels(CPU))
     assert loaded.weights == f"GGUF, {words}"
     found = weights_on_gpu(path, "float32", 4, keeps_bits=True)
-    assert found.num_bytes == pytest.approx(taken_bytes(loaded), rel=0.02)
+    assert found.num_bytes == pytest.approx(taken_bytes(loaded.model), rel=0.02)
     save_file(load_weights(str(path), read_config(str(path)), torch.float32).model.state_dict(),
               tmp_path / "dense" / "model.safetensors", {"format": "pt"})  # fmt: skip
     check_equals_generate(build_engine(loaded), tmp_path / "dense", random_prompts((5,)), max_tokens=3)
