@@ -22,6 +22,9 @@ PANEL = 64
 _MAX_BYTES = 64
 """Most bytes that an output has in a unit. With more, the values of a unit do not fit the registers beside the sums."""
 
+WHOLE = 2**30
+"""Inputs of a group that has all of them."""
+
 
 class PanelFormat(IntEnum):
     """Numbers of a weight in panels."""
@@ -120,7 +123,7 @@ def pack_panels(weight: QuantizedLinear) -> Panels:
         outputs = torch.arange(len(numbers), device=numbers.device) // weight.outputs_per_scale
         scales, zero_points = scales[outputs], None if zero_points is None else zero_points[outputs]
     if group_size >= num_inputs:
-        group_size = max(num_inputs, _MAX_BYTES)
+        group_size = WHOLE
     if panel_format is PanelFormat.FLOAT8:
         scales = _with_nan(numbers, scales, group_size)
     if zero_points is None and middle:

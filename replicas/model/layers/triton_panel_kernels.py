@@ -44,8 +44,8 @@ def _values(numbers, table, FORMAT: tl.constexpr, TYPE: tl.constexpr):
         low = _from_bits((bits & 0x7F) | 0x4300, IS_BFLOAT16)
         values = low - _from_bits((bits & 0x80) | 0x4300, IS_BFLOAT16)
     else:
-        moved = ((bits & 0x80) << 8) | ((bits & 0x7F) << 4)
-        values = _from_bits(moved, IS_BFLOAT16) * 1.329227995784916e36
+        signed = numbers.to(tl.int8, bitcast=True).to(tl.int16).to(tl.uint16, bitcast=True)
+        values = _from_bits((signed << 4) & 0x87F0, IS_BFLOAT16) * 1.329227995784916e36
     return values.to(TYPE)
 
 

@@ -46,7 +46,7 @@ def panel_tile(num_rows: int, itemsize: int) -> ProductTile:
     if itemsize > 2:  # Exact products do not use the matrix units.
         return ProductTile(32, 32, 0, num_warps=4, num_stages=2)
     if num_rows <= 16:
-        return ProductTile(16, 64, 0, num_warps=4, num_stages=4)
+        return ProductTile(16, 128, 0, num_warps=4, num_stages=4)
     if num_rows <= 32:
         return ProductTile(32, 64, 0, num_warps=4, num_stages=4)
     if num_rows <= 64:

@@ -9,14 +9,13 @@ import pytest
 pytest.importorskip("triton")
 
 from replicas.model.attention.triton import LayerShape
-from replicas.model.layers.panels import PanelFormat, unit_bytes
+from replicas.model.layers.panels import WHOLE, PanelFormat, unit_bytes
 from replicas.model.layers.triton_panel_kernels import panel_linear_kernel, widen_kernel
 from replicas.model.layers.triton_panels import INVARIANT_TILE, panel_tile
 from tests.model.attention.test_compile_matrix import DEVICES, resources
 from tests.model.attention.test_triton_compilation import EXACT, LLAMA, compiled, not_interpreted
 
 pytestmark = not_interpreted
-WHOLE = 4096
 
 
 @dataclass(frozen=True)
