@@ -157,7 +157,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     max_model_len = choose_max_model_len(longest_of(config), options.max_model_len)
     tokenizer = tokenizer_of(options.path)
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
-    products = _panel_products(config, options, dtype, device)
+    products = choose_products(config, options, dtype, device)
     kept = kept_groups() if has_kernels else None if products is None else kept_panels(products)
     weights = load_weights(options.path, config, dtype, device, kept=None if options.quantization == "int8" else kept)
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
@@ -191,7 +191,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     )
 
 
-def _panel_products(
+def choose_products(
     config: PretrainedConfig, options: ModelOptions, dtype: torch.dtype, device: torch.device
 ) -> PanelProducts | None:
     """Return the products with weights of 4 and 8 bits; None if there are none, or they become dense.

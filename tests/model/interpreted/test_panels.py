@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionPort
 from replicas.model.attention.probe import probe_attention
 from replicas.model.checkpoint.quantized_linear import IQ4_VALUES, QuantizedLinear
@@ -20,9 +21,11 @@ from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import FusedModules, optimize_model, panel_products
 from replicas.model.layers.panels import PanelLinear, ParallelLinears, compile_panels, pack_panels, panel_linear
 from replicas.model.layers.triton_panels import TritonPanels, divide_panels
+from replicas.model.loading import loader
 from replicas.model.loading.config import read_config
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.memory import weights_on_gpu
+from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import load_weights
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import build_engine, check_equals_generate, load, random_prompts
@@ -284,3 +287,24 @@ def test_every_kernel_of_a_layer_runs_before_the_first_step(monkeypatch: pytest.
     assert seen == [1, 32, 64, 256, 257]
     ways = {(divide_panels(1, 64, 64, num_rows, 2).tile, num_rows > 256) for num_rows in range(1, 400)}
     assert len(ways) == len(seen)
+
+
+def test_a_gpu_loads_what_its_options_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for weights of 4 and 8 bits follow from the options, the checkpoint and the check of the kernels."""
+    gpu, products = torch.device("cuda"), TritonPanels(CPU)
+    config = read_config(str(cached_checkpoint("llama")))
+    plain = ModelOptions("x")
+    monkeypatch.setattr(loader, "panel_products", lambda *_, **__: products)
+    assert loader.choose_products(config, plain, torch.bfloat16, gpu) is None
+    assert loader.choose_products(config, replace(plain, quantization="int4"), torch.bfloat16, CPU) is None
+    assert loader.choose_products(config, replace(plain, quantization="int4"), torch.bfloat16, gpu) is products
+    compiled = replace(plain, quantization="int4", compile_layers=True)
+    with pytest.raises(ModelLoadError, match="compile_layers is true, which contradicts quantization"):
+        loader.choose_products(config, compiled, torch.bfloat16, gpu)
+    config.quantization_config = {"quant_method": "awq"}
+    assert loader.choose_products(config, plain, torch.bfloat16, gpu) is products
+    assert loader.choose_products(config, replace(plain, compile_layers=True), torch.bfloat16, gpu) is None
+    monkeypatch.setattr(loader, "panel_products", lambda *_, **__: None)
+    assert loader.choose_products(config, plain, torch.bfloat16, gpu) is None
+    with pytest.raises(ModelLoadError, match="quantization is 'int8', whose kernels do not work on cuda"):
+        loader.choose_products(config, replace(plain, quantization="int8"), torch.bfloat16, gpu)

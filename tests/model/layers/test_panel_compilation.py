@@ -48,7 +48,7 @@ FORMS = {
 }
 ROWS = (16, 32, 64, 256)
 SPILLED = 8
-"""Bytes of registers that a thread of the largest tile may lack on 12.0, with zero points that are floats."""
+"""Bytes of registers that a thread of the largest tile may lack on devices whose sums are in its registers."""
 QUICK = {("awq", 80), ("gptq, symmetric", 90), ("fp8 by row", 90), ("fp8 blocks", 80), ("q8_0", 120)}
 MATRIX = [
     cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.deep)
@@ -86,7 +86,7 @@ def test_the_kernel_fits_the_device(name: str, capability: int) -> None:
         kernel = product(form, num_rows, capability)
         taken, ptx = resources(kernel), kernel.asm["ptx"]
         assert taken.shared <= device.shared_kib * 1024, num_rows
-        assert taken.stack <= (SPILLED if num_rows > 64 and capability == 120 else 0), num_rows
+        assert taken.stack <= (SPILLED if num_rows > 64 and capability not in (90, 100) else 0), num_rows
         assert taken.num_programs(device) >= (1 if num_rows > 64 else 2), num_rows
         assert INSTRUCTION[capability] in ptx
         assert re.search(r"cp\.async\.c[ag]\.shared\.global", ptx)
