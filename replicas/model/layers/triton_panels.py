@@ -12,14 +12,14 @@ from torch.nn import functional
 
 from replicas.model.checkpoint.quantized_linear import IQ4_VALUES, QuantizedLinear
 from replicas.model.hardware.selfcheck import find_fault, relative_error
-from replicas.model.layers.panels import PANEL, Panels, panel_linear
+from replicas.model.layers.panels import PANEL, PanelFormat, Panels, panel_linear
 from replicas.model.layers.triton_experts import ProductTile
 from replicas.model.layers.triton_kernels import add_parts_kernel
 from replicas.model.layers.triton_panel_kernels import panel_linear_kernel, widen_kernel
 
 _SUM_TILE = 1024
-_MOST_ROWS, _MOST_ROWS_OF_SMALL_UNITS = 256, 64
-"""Rows up to which weights are widened in registers. Small units have little work for each of their loads."""
+_MOST_ROWS, _MOST_ROWS_OF_SLOW = 256, 64
+"""Rows up to which weights are widened in registers."""
 _SMALL_UNIT_BYTES = 16
 _SCRATCH_NUMBERS = 2**27
 """Most numbers of a widened copy; a larger weight is widened in pieces."""
@@ -67,6 +67,15 @@ def divide_panels(num_units: int, unit_inputs: int, out_size: int, num_rows: int
     return PanelDivision(tile, triton.cdiv(num_units, part_units), part_units)
 
 
+def most_rows(panel_format: PanelFormat, unit_bytes: int) -> int:
+    """Return the rows up to which weights are widened in registers; more rows multiply a widened copy.
+
+    Small units have little work for each of their loads, and a table is read for each number.
+    """
+    is_slow = panel_format is PanelFormat.TABLE4 or unit_bytes <= _SMALL_UNIT_BYTES
+    return _MOST_ROWS_OF_SLOW if is_slow else _MOST_ROWS
+
+
 class TritonPanels:
     """`PanelProducts` in Triton's kernels. All layers share one scratch for widened weights."""
 
@@ -88,8 +97,7 @@ class TritonPanels:
 
     def multiply(self, rows: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
         """See `PanelProducts`."""
-        most = _MOST_ROWS_OF_SMALL_UNITS if panels.unit_bytes <= _SMALL_UNIT_BYTES else _MOST_ROWS
-        if len(rows) <= most or self._is_batch_invariant:
+        if len(rows) <= most_rows(panels.format, panels.unit_bytes) or self._is_batch_invariant:
             return self._multiply_small(rows, panels, bias)
         scratch = self._scratch.view(rows.dtype)
         step = len(scratch) // panels.num_inputs

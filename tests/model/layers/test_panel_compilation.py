@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from replicas.model.attention.triton import LayerShape
 from replicas.model.layers.panels import WHOLE, PanelFormat, unit_bytes
 from replicas.model.layers.triton_panel_kernels import panel_linear_kernel, widen_kernel
-from replicas.model.layers.triton_panels import INVARIANT_TILE, panel_tile
+from replicas.model.layers.triton_panels import INVARIANT_TILE, most_rows, panel_tile
 from tests.model.attention.test_compile_matrix import DEVICES, resources
 from tests.model.attention.test_triton_compilation import EXACT, LLAMA, compiled, not_interpreted
 
@@ -48,7 +48,7 @@ FORMS = {
 }
 ROWS = (16, 32, 64, 256)
 SPILLED = 8
-"""Bytes of registers that a thread of the largest tile may lack on devices whose sums are in its registers."""
+"""Bytes of registers that a thread of the largest tile may lack on 12.0, with zero points that are floats."""
 QUICK = {("awq", 80), ("gptq, symmetric", 90), ("fp8 by row", 90), ("fp8 blocks", 80), ("q8_0", 120)}
 MATRIX = [
     cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.deep)
@@ -82,11 +82,11 @@ def pointers(form: Form) -> dict[str, str]:
 @pytest.mark.parametrize(("name", "capability"), MATRIX)
 def test_the_kernel_fits_the_device(name: str, capability: int) -> None:
     form, device = FORMS[name], DEVICES[capability]
-    for num_rows in ROWS:
+    for num_rows in (number for number in ROWS if number <= most_rows(form.format, form.bytes)):
         kernel = product(form, num_rows, capability)
         taken, ptx = resources(kernel), kernel.asm["ptx"]
         assert taken.shared <= device.shared_kib * 1024, num_rows
-        assert taken.stack <= (SPILLED if num_rows > 64 and capability not in (90, 100) else 0), num_rows
+        assert taken.stack <= (SPILLED if num_rows > 64 and capability == 120 else 0), num_rows
         assert taken.num_programs(device) >= (1 if num_rows > 64 else 2), num_rows
         assert INSTRUCTION[capability] in ptx
         assert re.search(r"cp\.async\.c[ag]\.shared\.global", ptx)
