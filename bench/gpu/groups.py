@@ -62,7 +62,7 @@ _GRAPH_ADVICE = "enforce_eager=true avoids graphs; see replicas/model/cuda_graph
 
 def groups(target: Target) -> tuple[Group, ...]:
     """Return the groups: what must be right first, then times, then the host's share, then what may end a process."""
-    return (*_correctness(target), *_times(target), *_host(target), *_risky(target))
+    return (*_correctness(target), *_panels(target), *_times(target), *_host(target), *_risky(target))
 
 
 def _correctness(target: Target) -> Iterable[Group]:
@@ -90,6 +90,27 @@ def _correctness(target: Target) -> Iterable[Group]:
     models += [_checked(name, check, _GRAPH_ADVICE) for name, check in checks]
     yield Group("checks", "models", tuple(models))
     yield Group("checks", "batch invariance", tuple(_invariance_items(target)))
+
+
+def _panels(target: Target) -> Iterable[Group]:
+    from bench.gpu.panel_times import FORMS, check_panel_products
+
+    dtype = torch.float32 if target.is_tiny else torch.bfloat16
+    advice = "a checkpoint in 16 bits avoids it; see replicas/model/layers/triton_panel_kernels.py"
+    checks = {
+        form: partial(check_panel_products, form, dtype, target.device, is_tiny=target.is_tiny)
+        for form in list(FORMS)[: 1 if target.is_tiny else None]
+    }
+    items = tuple(_checked(form, check, advice) for form, check in checks.items())
+    yield Group("panels", "panels", (*items, Item("products", partial(_panel_times, target), limit_s=240.0)))
+
+
+def _panel_times(target: Target) -> Outcome:
+    from bench.gpu.panel_times import measure_panels
+
+    times = measure_panels(target.device, is_tiny=target.is_tiny)
+    detail = "; ".join(f"{time.form} {time.rows} {time.us:.0f} us ({time.bfloat16_us:.0f} in bf16)" for time in times)
+    return Outcome(None, detail, {"products": list(map(asdict, times))})
 
 
 def _times(target: Target) -> Iterable[Group]:

@@ -35,6 +35,7 @@ from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import model_without_values
 
 _BLOCK_SIZE = 16
+_KEPT_BITS = "weights of 4 and 8 bits in Triton"
 _READ_BYTES, _NUM_READS = 2**29, 8
 _TOKEN_IDS = [3, 4, 5, 6, 7]
 
@@ -77,6 +78,8 @@ class Diagnosis:
     read_bytes_per_s: float
     """Bandwidth of reads from the device's memory, bytes/s."""
     kernels: list[KernelCheck]
+    keeps_bits: bool
+    """True if a GPU computes with weights of 4 and 8 bits."""
     model: ModelMemory | None
     model_fault: str | None
     """Reason why the model cannot be served."""
@@ -98,6 +101,7 @@ def diagnose(checkpoint: str, model: str | None) -> Diagnosis:
         except ModelLoadError as error:
             fault = str(error)
     properties = torch.cuda.get_device_properties(device) if is_gpu else None
+    kernels = list(_gpu_checks(checkpoint) if is_gpu else _cpu_checks(checkpoint))
     return Diagnosis(
         device="cpu" if properties is None else properties.name,
         is_gpu=is_gpu,
@@ -105,7 +109,8 @@ def diagnose(checkpoint: str, model: str | None) -> Diagnosis:
         dtype=str(dtype).removeprefix("torch."),
         value_bytes=dtype.itemsize,
         read_bytes_per_s=_read_bytes_per_s(device),
-        kernels=list(_gpu_checks(checkpoint) if is_gpu else _cpu_checks(checkpoint)),
+        kernels=kernels,
+        keeps_bits=any(check.name == _KEPT_BITS and check.fault is None for check in kernels),
         model=memory,
         model_fault=fault,
     )
@@ -152,11 +157,14 @@ def _model_errors(loaded: LoadedModel, options: ModelOptions) -> Iterator[tuple[
 def _gpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
     loaded = load_model(ModelOptions(checkpoint, device="cuda"))
     try:
-        from replicas.model.layers.triton_ops import check_layer_ops  # Only torch for CUDA installs Triton.
+        # Only torch for CUDA installs Triton.
+        from replicas.model.layers.triton_ops import check_layer_ops
+        from replicas.model.layers.triton_panels import check_panels
     except ImportError as error:
         yield KernelCheck("layers in Triton", str(error))
     else:
         yield KernelCheck("layers in Triton", check_layer_ops(loaded.dtype, loaded.device))
+        yield KernelCheck(_KEPT_BITS, check_panels(loaded.dtype, loaded.device))
     for name, backend in (("attention in Triton", "triton"), ("FlashAttention 3", "flash")):
         try:
             choose_attention(loaded.attention_spec(_BLOCK_SIZE), backend)

@@ -285,9 +285,9 @@ METHODS: dict[str, Method] = {
     ),
     "compressed-tensors FP8 blocks": Method(
         _compressed(
-            "float-quantized", _FLOAT8_ACTIVATIONS, strategy="block", block_structure=[48, 40], **_FLOAT8_WEIGHTS
+            "float-quantized", _FLOAT8_ACTIVATIONS, strategy="block", block_structure=[48, 32], **_FLOAT8_WEIGHTS
         ),
-        lambda weight: _float8_blocks(weight, (48, 40), ".weight_scale"),
+        lambda weight: _float8_blocks(weight, (48, 32), ".weight_scale"),
     ),
     "AWQ": Method({"quant_method": "awq", "bits": 4, "group_size": _GROUP, "version": "gemm"}, _awq),
     "GPTQ": Method(_gptq_config(), _gptq),

@@ -114,7 +114,12 @@ def test_every_prediction_names_a_figure_that_the_check_prints(monkeypatch: pyte
         lambda _, kinds, rows, __: {kind: {str(number): 1.0 for number in rows} for kind in kinds},
     )  # fmt: skip
     measured = {("steps", "steps"), ("steps", "prefill"), ("steps", "sampling"), ("steps", "batch-invariant steps"),
-                ("decodes", "decodes")}  # fmt: skip
+                ("decodes", "decodes"), ("panels", "products")}  # fmt: skip
+    panel_times = pytest.importorskip("bench.gpu.panel_times")
+    monkeypatch.setattr(panel_times, "measure_panels", lambda *_, **__: [
+        panel_times.PanelTime(form, f"{number} rows", 1.0, 1.0)
+        for form in panel_times.FORMS for number in panel_times.ROWS
+    ])  # fmt: skip
     lines = [
         Line(group.name, item.name, None, "", figures=json.loads(json.dumps(item.run().figures)))
         for group in groups(Target("cuda")) for item in group.items if (group.name, item.name) in measured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ Parts = Mapping[str, StoredTensor]
 SUPPORTED = "compressed-tensors, AWQ, GPTQ, FP8, MXFP4 and bitsandbytes"
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _WORD_BITS = 32
+_PANEL_INPUTS = 16
 _AWQ_BITS = 4
 _MXFP4_GROUP = 32
 _INTEGER_FORMATS = {"pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense", "mixed-precision"}
@@ -177,7 +179,7 @@ def is_kept(weight: QuantizedWeight) -> bool:
     layout = weight.layout
     order = weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
     return (
-        weight.format in (_PACKED, _SCALED, _AWQ, _GPTQ, _GGUF, _GGUF_CODES, _GGUF_8, _LLM_INT8)
+        weight.format in _KEPT
         and weight.parts[weight.format.numbers].dtype not in _FLOAT8
         and layout.bits in (4, 8)
         and layout.outputs_per_scale == 1
@@ -188,10 +190,37 @@ def is_kept(weight: QuantizedWeight) -> bool:
     )
 
 
+def has_panels(weight: QuantizedWeight) -> bool:
+    """Return True if a weight has integers of 4 or 8 bits, or e4m3 floats, with which the GPU's kernels compute.
+
+    A scale belongs to 16, 32, 64 or a multiple of 128 inputs, or to all. Inputs may have any order of whole groups.
+    """
+    layout = weight.layout
+    group = layout.inputs_per_scale
+    order = weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
+    return (
+        weight.format in _KEPT
+        and weight.parts[weight.format.numbers].dtype != "F8_E5M2"
+        and layout.bits in (4, 8)
+        and layout.num_inputs % _PANEL_INPUTS == 0
+        and (group in (16, 32, 64) or group % 128 == 0 or group >= layout.num_inputs)
+        and (order is None or _has_whole_groups(order, group))
+    )
+
+
 def has_offsets(weight: QuantizedWeight, weights: Weights) -> bool:
     """Return True if a weight of 4 or 8 bits has zero points, other than the middle one."""
     is_symmetric = weights.quantization is not None and weights.quantization.is_symmetric
     return not is_symmetric and not _OFFSETS.isdisjoint(weight.parts)
+
+
+def _has_whole_groups(order: StoredTensor, group_size: int) -> bool:
+    """Return True if each group but the last has `group_size` inputs, or no input has a group (-1)."""
+    if order.dtype != "I32":
+        return False
+    counts = Counter(memoryview(order.read_bytes()).cast("i"))
+    last = max(counts)
+    return last < 0 or (counts[last] <= group_size and all(counts[group] == group_size for group in range(last)))
 
 
 def _is_plain_order(order: StoredTensor, group_size: int) -> bool:
@@ -467,3 +496,5 @@ _LLM_INT8 = Format(
     "8-bit integers of bitsandbytes", ".weight", _llm_int8_layout, (".SCB",), ignored=(".weight_format",),
     dtypes=("I8",),
 )  # fmt: skip
+_KEPT = (_PACKED, _SCALED, _AWQ, _GPTQ, _GGUF, _GGUF_CODES, _GGUF_8, _LLM_INT8)
+"""Formats whose weights may keep their bits."""

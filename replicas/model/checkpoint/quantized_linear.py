@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,20 @@ class QuantizedLinear:
     inputs_per_scale: int = 1
     order: Tensor | None = None  # [num_inputs] integers
     table: Tensor | None = None  # [2 ** bits] float32
+
+    def to(self, device: torch.device) -> QuantizedLinear:
+        """Return the weight on `device`."""
+        zero_points, order, table = (
+            None if values is None else values.to(device) for values in (self.zero_points, self.order, self.table)
+        )
+        return replace(
+            self,
+            numbers=self.numbers.to(device),
+            scales=self.scales.to(device),
+            zero_points=zero_points,
+            order=order,
+            table=table,
+        )
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [num_outputs, num_inputs]: products in float32, each rounded once to `dtype`."""

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from replicas.errors import ModelLoadError
+from replicas.model.checkpoint.formats import QuantizedWeight, has_panels, is_kept
 from replicas.model.checkpoint.quantized_linear import IQ4_VALUES, QuantizedLinear
 from replicas.model.hardware.selfcheck import find_fault, relative_error
+from replicas.model.layers.panels import PanelLinear, PanelProducts, join_panels, panel_linear
 
 LinearFactory = Callable[[Tensor, Tensor | None], nn.Module]
 """Factory of a linear layer from a weight [out_features, in_features] and a bias [out_features] or None.
@@ -22,6 +25,17 @@ LinearFactory = Callable[[Tensor, Tensor | None], nn.Module]
 The layer may keep a copy of the weight in another form. A weight that is also used elsewhere, for example an embedding
 tied to the output layer, is then held twice.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLinears:
+    """Linear layers whose weights keep the bits that they have in a checkpoint."""
+
+    keeps: Callable[[QuantizedWeight], bool]
+    """Tells if a weight may keep its bits."""
+    make: Callable[[QuantizedLinear, Tensor | None, torch.dtype], nn.Module]
+    """Makes a layer from a weight on the CPU and a bias, for inputs and outputs of a dtype."""
+
 
 _log = logging.getLogger(__name__)
 # Input rows for which oneDNN chooses the packing: those of a decode step. Prefills of 512 rows were not slower with it.
@@ -55,6 +69,30 @@ def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> 
     return lambda weight, bias: (compiled if can_multiply(weight) else packed)(weight, bias)
 
 
+def choose_panels(products: PanelProducts, quantization: str) -> LinearFactory:
+    """Return the factory of linear layers for dense weights on a GPU."""
+    if quantization == "none":
+        return plain_linear
+    quantize = _QUANTIZERS[quantization]
+
+    def rounded(weight: Tensor, bias: Tensor | None) -> nn.Module:
+        if not can_multiply(weight):
+            return plain_linear(weight, bias)
+        return panel_linear(products, quantize(weight), bias, weight.dtype)
+
+    return rounded
+
+
+def kept_groups() -> KeptLinears:
+    """Return the layers that keep bits on CPU, in the compiled kernels."""
+    return KeptLinears(is_kept, lambda weight, bias, dtype: GroupedLinear(pack_groups(weight), bias, dtype))
+
+
+def kept_panels(products: PanelProducts) -> KeptLinears:
+    """Return the layers that keep bits on a GPU."""
+    return KeptLinears(has_panels, partial(panel_linear, products))
+
+
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
     """Return an `nn.Linear` that shares the given tensors."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
@@ -64,11 +102,13 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
     return linear
 
 
-def join_linears(parts: Sequence[nn.Linear | GroupedLinear], make: LinearFactory) -> nn.Module:
+def join_linears(parts: Sequence[nn.Linear | GroupedLinear | PanelLinear], make: LinearFactory) -> nn.Module:
     """Return one layer that computes all of `parts` and concatenates their outputs.
 
-    Parts that keep 4 or 8 bits keep them, unless other parts are dense.
+    Parts that keep 4 or 8 bits keep them, on a CPU unless other parts are dense.
     """
+    if any(isinstance(part, PanelLinear) for part in parts):
+        return join_panels(parts)
     grouped_parts = [part for part in parts if isinstance(part, GroupedLinear)]
     if len(grouped_parts) == len(parts) and all(before.can_join(after) for before, after in pairwise(grouped_parts)):
         return grouped_parts[0].join(grouped_parts[1:]) if len(grouped_parts) > 1 else grouped_parts[0]
@@ -174,14 +214,8 @@ class Int8Linear(CompiledLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        largest = weight.detach().abs().amax(dim=1).float()
-        scales = (largest / _LARGEST_INT8).clamp(min=torch.finfo(torch.float32).tiny)
-        numbers = torch.empty(weight.shape, dtype=torch.int8)
-        # Quantize in pieces: a large vocabulary's weight in float32 would take as much memory as the rest of the model.
-        for first in range(0, len(weight), _ROWS_AT_ONCE):
-            rows = slice(first, first + _ROWS_AT_ONCE)
-            numbers[rows] = (weight[rows].detach().float() / scales[rows, None]).round().to(torch.int8)
-        super().__init__(pack(numbers), scales, bias)
+        quantized = quantize_int8(weight)
+        super().__init__(pack(quantized.numbers), quantized.scales[:, 0], bias)
         self.out_features, self.in_features = weight.shape
 
     @property
@@ -295,11 +329,23 @@ def rounded_to_int4(weight: Tensor, bias: Tensor | None) -> GroupedLinear:
     return GroupedLinear(pack_groups(quantize_int4(weight)), bias, weight.dtype)
 
 
+def quantize_int8(weight: Tensor) -> QuantizedLinear:
+    """Round a weight to 8 bits with one scale for each output."""
+    largest = weight.detach().abs().amax(dim=1).float()
+    scales = (largest / _LARGEST_INT8).clamp(min=torch.finfo(torch.float32).tiny)
+    numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    # Quantize in pieces: a large vocabulary's weight in float32 would take as much memory as the rest of the model.
+    for first in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        numbers[rows] = (weight[rows].detach().float() / scales[rows, None]).round().to(torch.int8)
+    return QuantizedLinear(numbers, scales[:, None], None, 8, inputs_per_scale=weight.shape[1])
+
+
 def quantize_int4(weight: Tensor) -> QuantizedLinear:
     """Round a weight to 4 bits in groups of 32 inputs. The largest of a group becomes -8, without a zero point."""
     num_outputs, num_inputs = weight.shape
-    numbers = torch.empty(weight.shape, dtype=torch.uint8)
-    scales = torch.empty(num_outputs, num_inputs // _GROUP)
+    numbers = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(num_outputs, num_inputs // _GROUP, device=weight.device)
     for first in range(0, num_outputs, _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
         groups = weight[rows].detach().float().view(-1, num_inputs // _GROUP, _GROUP)
@@ -307,7 +353,7 @@ def quantize_int4(weight: Tensor) -> QuantizedLinear:
         scale = largest / -_ZERO_POINT
         rounded = (groups / torch.where(scale == 0, 1, scale)).round() + _ZERO_POINT
         numbers[rows], scales[rows] = rounded.clamp(0, 15).flatten(1).to(torch.uint8), scale[:, :, 0]
-    zero_points = torch.full(scales.shape, _ZERO_POINT, dtype=torch.uint8)
+    zero_points = torch.full_like(scales, _ZERO_POINT, dtype=torch.uint8)
     return QuantizedLinear(numbers, scales, zero_points, 4, inputs_per_scale=_GROUP)
 
 
@@ -380,7 +426,9 @@ _QUANTIZED: dict[str, Callable[[Tensor, Tensor | None], CompiledLinear]] = {
     "int4": rounded_to_int4,
     "int8": Int8Linear,
 }
-"""Map from a quantization to the layers that quantize a weight."""
+"""Map from a quantization to the layers that quantize a weight on CPU."""
+_QUANTIZERS: dict[str, Callable[[Tensor], QuantizedLinear]] = {"int4": quantize_int4, "int8": quantize_int8}
+"""Map from a quantization to the function that rounds a weight."""
 
 
 def _fixed(values: Tensor | None) -> nn.Parameter | None:

@@ -25,6 +25,7 @@ from replicas.model.layers.hybrid_decoder import replace_hybrid_decoder
 from replicas.model.layers.latent_attention import CppHeadLinear, HeadLinearFactory, replace_head_linears
 from replicas.model.layers.linear import LinearFactory, choose_linears, plain_linear, replace_linears
 from replicas.model.layers.ops import CppLayerOps, LayerOps, Norm, TorchLayerOps
+from replicas.model.layers.panels import PanelProducts
 
 _log = logging.getLogger(__name__)
 
@@ -65,13 +66,34 @@ def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> Fus
     )
 
 
-def cuda_modules(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> FusedModules:
+def cuda_modules(
+    dtype: torch.dtype,
+    device: torch.device,
+    make_linear: LinearFactory = plain_linear,
+    *,
+    batch_invariant: bool = False,
+) -> FusedModules:
     """Return the fastest replacements on a CUDA device: Triton's kernels if they pass their check, else plain torch.
 
     If `batch_invariant`, experts multiply in tiles of one size for any number of rows.
     """
     experts = _cuda_expert_linear(dtype, device, batch_invariant=batch_invariant)
-    return FusedModules(_cuda_ops(dtype, device), plain_linear, expert_linear=experts)
+    return FusedModules(_cuda_ops(dtype, device), make_linear, expert_linear=experts)
+
+
+def panel_products(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> PanelProducts | None:
+    """Return the products with weights of 4 and 8 bits on a CUDA device; None if they do not work there."""
+    try:
+        # Only torch for CUDA installs Triton.
+        from replicas.model.layers.triton_panels import TritonPanels, check_panels
+    except ImportError as error:
+        fault: str | None = str(error)
+    else:
+        fault = check_panels(dtype, device)
+        if fault is None:
+            return TritonPanels(device, is_batch_invariant=batch_invariant)
+    _log.warning("weights of 4 and 8 bits become dense: Triton's kernels for them do not work here: %s", fault)
+    return None
 
 
 def optimize_model(

@@ -31,8 +31,10 @@ from replicas.model.hardware.limits import cpu_limit
 from replicas.model.layers.embedding import guard_embedding
 from replicas.model.layers.fused_decoder import can_fuse
 from replicas.model.layers.latent_attention import store_checked_latents
+from replicas.model.layers.linear import choose_panels, kept_groups, kept_panels, plain_linear
 from replicas.model.layers.ops import TorchLayerOps
-from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model
+from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model, panel_products
+from replicas.model.layers.panels import PanelProducts, compile_panels
 from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.options import ModelOptions
@@ -163,8 +165,9 @@ def load_model(options: ModelOptions) -> LoadedModel:
     max_model_len = choose_max_model_len(longest_of(config), options.max_model_len)
     tokenizer = tokenizer_of(options.path)
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
-    keep_bits = has_kernels and options.quantization != "int8"
-    weights = load_weights(options.path, config, dtype, device, keep_bits=keep_bits)
+    products = choose_products(config, options, dtype, device)
+    kept = kept_groups() if has_kernels else None if products is None else kept_panels(products)
+    weights = load_weights(options.path, config, dtype, device, kept=None if options.quantization == "int8" else kept)
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
     remove_waits(model)
     port = AttentionPort(model)
@@ -172,7 +175,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     if store_checked_latents(model, port):
         layers = probe_attention(model, port)
     _refuse_options(port, options, device)
-    _optimize(model, port, layers, options, has_kernels)
+    _optimize(model, port, layers, options, has_kernels, products)
     port.recurrent.pad_gates()
     if device.type == "cuda":
         fuse_gates(port.recurrent)
@@ -196,6 +199,30 @@ def load_model(options: ModelOptions) -> LoadedModel:
         is_batch_invariant=is_batch_invariant,
         notes=(*_tokenizer_notes(tokenizer, vocab_size), *_eos_notes(configured_ids, tokenizer, vocab_size)),
     )
+
+
+def choose_products(
+    config: PretrainedConfig, options: ModelOptions, dtype: torch.dtype, device: torch.device
+) -> PanelProducts | None:
+    """Return the products with weights of 4 and 8 bits; None if there are none, or they become dense.
+
+    Raises:
+        ModelLoadError: `options` ask for them, and they do not work here.
+    """
+    is_rounded = options.quantization != "none"
+    has_quantized = hasattr(config, "quantization_config") or hasattr(
+        config.get_text_config(decoder=True), "quantization_config"
+    )
+    if device.type != "cuda" or not (is_rounded or has_quantized):
+        return None
+    if options.compile_layers:
+        if is_rounded:
+            raise ModelLoadError(f"compile_layers is true, which contradicts quantization ({options.quantization!r})")
+        return None
+    products = panel_products(dtype, device, batch_invariant=options.batch_invariant)
+    if products is None and is_rounded:
+        raise ModelLoadError(f"quantization is {options.quantization!r}, whose kernels do not work on {device}")
+    return products
 
 
 def _refuse_options(port: AttentionPort, options: ModelOptions, device: torch.device) -> None:
@@ -222,6 +249,7 @@ def _optimize(
     layers: tuple[AttentionLayer, ...],
     options: ModelOptions,
     has_kernels: bool,
+    products: PanelProducts | None,
 ) -> None:
     """Replace modules of the model by the fastest ones for its device."""
     device, dtype = model.device, model.dtype
@@ -233,17 +261,17 @@ def _optimize(
         return
     if options.compile_layers and options.batch_invariant:
         raise ModelLoadError("compile_layers is true, which contradicts batch_invariant (true)")
-    if options.quantization != "none":
-        raise ModelLoadError(f"quantization is {options.quantization!r}, but the device is {device}, not a CPU")
     is_compiled = options.compile_layers and not can_fuse(model) and compile_layers(model, port)
     if device.type != "cuda":
         return
     if is_compiled:
         guard_embedding(model, TorchLayerOps())
         return
-    modules = cuda_modules(dtype, device, batch_invariant=options.batch_invariant)
+    make_linear = plain_linear if products is None else choose_panels(products, options.quantization)
+    modules = cuda_modules(dtype, device, make_linear, batch_invariant=options.batch_invariant)
     guard_embedding(model, modules.ops)
     optimize_model(model, port, layers, modules)
+    compile_panels(model)
 
 
 class _TorchProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Memory of a replica on CPU, computed from a checkpoint's files. The module imports no torch."""
+"""Memory of a replica on CPU, and of weights on a GPU, computed from a checkpoint's files. It imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError
-from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_offsets, is_kept
+from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_offsets, has_panels, is_kept
 from replicas.model.hardware.processor import value_bytes_on_cpu
 from replicas.model.loading.checks import read_weights
 from replicas.model.loading.options import ModelOptions, RunnerOptions
@@ -56,6 +56,16 @@ class ReplicaMemory:
             f"{_gib(self.weights)} of weights, {_gib(self.kv_cache)} of KV cache, {_gib(self.activations)} of "
             f"activations and {_gib(self.process)} of process"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GpuWeights:
+    """Weights of a checkpoint on a GPU."""
+
+    num_values: int
+    num_bytes: int
+    description: str
+    """Formats of the weights and what becomes of them, for people."""
 
 
 def replica_memory(directory: Path, model: ModelOptions, runner: RunnerOptions, limits: EngineLimits) -> ReplicaMemory:
@@ -135,6 +145,36 @@ def _kept_bytes(parts: Sequence[QuantizedWeight], weights: Weights) -> int:
     num_inputs, group = layouts[0].num_inputs, math.gcd(*(layout.inputs_per_scale for layout in layouts))
     scale_bytes = 8 if any(has_offsets(part, weights) for part in parts) else 4
     return sum(layout.num_outputs for layout in layouts) * (num_inputs * bits // 8 + num_inputs // group * scale_bytes)
+
+
+def weights_on_gpu(directory: Path, dtype: str, value_bytes: int, *, keeps_bits: bool) -> GpuWeights:
+    """Return the memory that the weights of a checkpoint take on a GPU, with `value_bytes` for each value in `dtype`.
+
+    With `keeps_bits` the kernels for weights of 4 and 8 bits work there.
+
+    Raises:
+        ModelLoadError: a file is missing or damaged.
+    """
+    weights = read_weights(directory)
+    kept = {
+        name: weight
+        for name, weight in weights.quantized.items()
+        if keeps_bits and has_panels(weight) and not _DENSE.search(name)
+    }
+    dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in kept.values())
+    num_bytes = dense * value_bytes + sum(_panel_bytes(weight, weights) for weight in kept.values())
+    return GpuWeights(weights.num_values, num_bytes, weights.description(dtype, kept))
+
+
+def _panel_bytes(weight: QuantizedWeight, weights: Weights) -> int:
+    """Return the bytes of a weight in panels, apart from what fills the last ones."""
+    layout = weight.layout
+    scales = next(tensor for name, tensor in weight.parts.items() if "scale" in name or name == ".SCB")
+    scale_bytes = 2 if scales.dtype in ("F16", "BF16") else 4
+    if has_offsets(weight, weights):
+        scale_bytes += 4 if ".weight_minimum" in weight.parts else 1
+    num_scales = layout.num_outputs * -(-layout.num_inputs // layout.inputs_per_scale)
+    return layout.num_outputs * layout.num_inputs * layout.bits // 8 + num_scales * scale_bytes
 
 
 def _gib(num_bytes: int) -> str:

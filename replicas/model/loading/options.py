@@ -42,9 +42,9 @@ class ModelOptions:
     no sequence's tokens depend on others anyway, and the setting only refuses a model in 16 bits that the compiled
     kernels do not support as a whole."""
     quantization: Quantization = setting("none")
-    """Rounding of the weights of linear layers on CPU as they are loaded: int8 with one scale for each output, int4
-    with one for every 32 inputs. Both save memory and time, cost some quality, and need the compiled kernels. none:
-    weights stay as the checkpoint has them."""
+    """Rounding of the weights of linear layers as they are loaded: int8 with one scale for each output, int4 with one
+    for every 32 inputs. Both save memory and time, cost some quality, and need the compiled kernels, on a GPU Triton's.
+    none: weights stay as the checkpoint has them."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -17,9 +17,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, Pretrain
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention.interface import ATTENTION_NAME, register_attention
-from replicas.model.checkpoint.formats import QuantizedWeight, Weights, is_kept
+from replicas.model.checkpoint.formats import QuantizedWeight, Weights
 from replicas.model.checkpoint.lazy_weights import LazyWeight, WeightReader
-from replicas.model.layers.linear import GroupedLinear, PackedGroups, pack_groups
+from replicas.model.layers.linear import KeptLinears
 from replicas.model.loading.checks import read_weights
 from replicas.text.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
 
@@ -41,12 +41,12 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device = _CPU,
     *,
-    keep_bits: bool = False,
+    kept: KeptLinears | None = None,
 ) -> LoadedWeights:
     """Load the weights of a model, a directory or hub id, in `dtype`.
 
     Another `device` than the CPU receives each weight when it has been read: the host never holds the whole model.
-    With `keep_bits`, linear layers with integers of 4 or 8 bits in the checkpoint keep them, for the compiled kernels.
+    Weights of linear layers that `kept` keeps become its layers; without it all weights become dense.
 
     Raises:
         ModelLoadError: a file or a weight is missing, damaged or of a wrong shape.
@@ -56,32 +56,29 @@ def load_weights(
     weights = read_weights(directory)
     reader = WeightReader(weights, dtype)
     state = reader.lazy()
-    kept_weights = _kept_linears(weights, config) if keep_bits else {}
+    kept_weights = {} if kept is None else _kept_linears(weights, config, kept)
     for name, weight in kept_weights.items():
         # Zeros that share one number in memory; the layer is replaced below.
-        state[name] = LazyWeight(partial(torch.zeros(1, dtype=dtype).expand, weight.layout.shape))
+        state[name] = LazyWeight(partial(torch.zeros(1, dtype=dtype, device=device).expand, weight.layout.shape))
     loaded = _build(model, config, dtype, state, None if device.type == "cpu" else str(device))
     for name, weight in kept_weights.items():
-        _replace(loaded, name.removesuffix(".weight"), pack_groups(reader.quantized(weight)))
+        assert kept is not None
+        linear = loaded.get_submodule(name.removesuffix(".weight"))
+        loaded.set_submodule(
+            name.removesuffix(".weight"), kept.make(reader.quantized(weight), linear.bias, linear.weight.dtype)
+        )
     with contextlib.suppress(OSError):  # There is no such file, or it cannot be read: the config's values stay.
         loaded.generation_config = GenerationConfig.from_pretrained(directory)
     return LoadedWeights(loaded, weights.description(str(dtype).removeprefix("torch."), kept_weights))
 
 
-def _kept_linears(weights: Weights, config: PretrainedConfig) -> dict[str, QuantizedWeight]:
-    """Return the weights of linear layers in 4 or 8 bits with which the kernels compute, by name."""
-    if not any(is_kept(weight) for weight in weights.quantized.values()):
+def _kept_linears(weights: Weights, config: PretrainedConfig, kept: KeptLinears) -> dict[str, QuantizedWeight]:
+    """Return the weights of linear layers that keep their bits, by name."""
+    if not any(kept.keeps(weight) for weight in weights.quantized.values()):
         return {}
     modules = model_without_values(config).named_modules()
     linears = {f"{name}.weight" for name, module in modules if type(module) is nn.Linear}
-    return {name: weight for name, weight in weights.quantized.items() if name in linears and is_kept(weight)}
-
-
-def _replace(model: PreTrainedModel, name: str, weight: PackedGroups) -> None:
-    """Replace a linear layer of `model` by one that computes with `weight`."""
-    parent, _, last = name.rpartition(".")
-    linear = model.get_submodule(name)
-    setattr(model.get_submodule(parent), last, GroupedLinear(weight, linear.bias, linear.weight.dtype))
+    return {name: weight for name, weight in weights.quantized.items() if name in linears and kept.keeps(weight)}
 
 
 def _plain(config: PretrainedConfig) -> PretrainedConfig:

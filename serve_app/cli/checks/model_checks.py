@@ -12,9 +12,8 @@ from rich.filesize import decimal
 
 from replicas.errors import ModelLoadError
 from replicas.model.hardware.limits import available_memory_bytes
-from replicas.model.loading.checks import num_weights
 from replicas.model.loading.facts import choose_state_slots, state_bytes
-from replicas.model.loading.memory import replica_memory
+from replicas.model.loading.memory import replica_memory, weights_on_gpu
 from serve_app.cli.checks.machine_checks import Check, Status
 from serve_app.cli.clients.terminal import stderr
 from serve_app.config import DEMO_MODEL_NAME, HeadwayConfig
@@ -54,13 +53,17 @@ def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
     """Yield the sizes of a model's weights and KV cache, their sum beside the free memory, and a bound of the speed."""
     options = HeadwayConfig(model=str(directory)).replica_options()
     try:
-        weights = num_weights(directory)
+        on_gpu = weights_on_gpu(
+            directory, diagnosis["dtype"], diagnosis["value_bytes"], keeps_bits=diagnosis["keeps_bits"]
+        )
         on_cpu = replica_memory(directory, options.model, options.runner, options.limits)
     except ModelLoadError as error:
         yield Check("weights", Status.FAIL, str(error), "fetch the model again")
         return
-    weight_bytes = weights * diagnosis["value_bytes"] if diagnosis["is_gpu"] else on_cpu.weights
-    yield Check("weights", Status.OK, f"{decimal(weight_bytes)} ({weights:,} weights, {diagnosis['dtype']})")
+    weight_bytes, form = on_cpu.weights, diagnosis["dtype"]
+    if diagnosis["is_gpu"]:
+        weight_bytes, form = on_gpu.num_bytes, on_gpu.description
+    yield Check("weights", Status.OK, f"{decimal(weight_bytes)} ({on_gpu.num_values:,} weights, {form})")
     if not diagnosis["model"]["has_experts"]:
         yield _speed_check(weight_bytes, diagnosis["read_bytes_per_s"])
     if diagnosis["is_gpu"]:

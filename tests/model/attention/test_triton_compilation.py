@@ -46,7 +46,7 @@ PLAIN = dict.fromkeys([*ALL_SCORES, "HAS_SCALES", "IS_FLOAT8"], False)
 _INTEGERS = {
     "size", "window", "num_chunks", "num_pieces", "num_split_tiles", "num_parts", "min_part_keys", "table_stride",
     "query_stride", "query_head_stride", "key_stride", "key_head_stride", "value_stride", "value_head_stride",
-    "num_rows",
+    "num_rows", "out_size", "in_sixteenths", "part_units", "first_panel",
 }  # fmt: skip
 _POINTERS = {
     "key_scales": "*fp32",

@@ -5,6 +5,7 @@ Triton reads TRITON_INTERPRET when kernels are defined, once for the whole proce
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,3 +14,12 @@ import pytest
 def _interpreter() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("TRITON_INTERPRET=1 is not set in this process")
+
+
+@pytest.fixture
+def bfloat16(_interpreter: None) -> Iterator[None]:
+    """Let the interpreter compute in bfloat16, whose bits it would take for integers."""
+    from testkit.model.bfloat16_interpreter import bfloat16_arithmetic  # It needs Triton.
+
+    with bfloat16_arithmetic():
+        yield

@@ -1,17 +1,13 @@
 """Experts in Triton's kernel give what transformers' own give, for any routing."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-import numpy as np
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
 from replicas.model.layers.experts import ExpertLayer, FusedExperts, Routing, replace_experts
 from replicas.model.layers.triton_experts import expert_linear
@@ -22,21 +18,7 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss-window", "dee
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(autouse=True)
-def _products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter multiply numbers in bfloat16, whose bits it would take for integers."""
-    create_dot = interpreter.InterpreterBuilder.create_dot
-
-    def in_float32(builder: Any, one: Any, other: Any, *arguments: Any) -> Any:
-        def converted(handle: Any) -> Any:
-            if handle.dtype.scalar != tl.bfloat16:
-                return handle
-            bits = handle.data.astype(np.uint32) << 16
-            return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
-        return create_dot(builder, converted(one), converted(other), *arguments)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", in_float32)
+pytestmark = pytest.mark.usefixtures("bfloat16")
 
 
 def by_definition(inputs: Tensor, layer: ExpertLayer, index: Tensor) -> Tensor:

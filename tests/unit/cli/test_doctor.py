@@ -19,6 +19,7 @@ ON_CPU: dict[str, Any] = {
     "gpu_memory_bytes": 0,
     "dtype": "bfloat16",
     "value_bytes": 2,
+    "keeps_bits": False,
     "read_bytes_per_s": 20e9,
     "model": {
         "kv_bytes_per_token": 2**20,

@@ -1,0 +1,125 @@
+"""Linear layers whose weights have 4 or 8 bits, beside those in 16 bits: right in the sizes of a model, and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bench.gpu.model_checks import Check
+from replicas.model.checkpoint.quantized_linear import QuantizedLinear
+from replicas.model.hardware.selfcheck import TOLERANCES, relative_error
+from replicas.model.layers.linear import plain_linear
+from replicas.model.layers.panels import PanelLinear, panel_linear
+from replicas.model.layers.triton_panels import TritonPanels, check_panels
+
+FORMS = {"int4 by 128": (4, 128), "int8 by row": (8, None), "fp8 by row": (8, None), "fp8 by 128": (8, 128)}
+"""Bits of a number, and inputs of a scale."""
+LAYER = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
+"""Outputs and inputs of the products of a layer of Llama-3.1-8B."""
+TINY = {"small": (72, 96)}
+ROWS = (1, 16, 32, 64, 128, 256, 512, 2048)
+_COPIES, _ROUNDS = 4, 20
+
+
+@dataclass(frozen=True, slots=True)
+class PanelTime:
+    """Time of all products of a layer, in microseconds."""
+
+    form: str
+    rows: str
+    us: float
+    bfloat16_us: float
+
+
+def panel_weight(form: str, shape: tuple[int, int], device: torch.device, seed: int) -> QuantizedLinear:
+    """Return a random weight."""
+    bits, group = FORMS[form]
+    generator = torch.Generator(device).manual_seed(seed)
+    group = min(group or shape[1], shape[1])
+    numbers = torch.randint(0, 2**bits, shape, generator=generator, device=device, dtype=torch.uint8)
+    scales = torch.rand(shape[0], -(-shape[1] // group), generator=generator, device=device) / 100 + 0.001
+    if form.startswith("fp8"):
+        return QuantizedLinear((numbers & 0xF7).view(torch.float8_e4m3fn), scales, None, 8, inputs_per_scale=group)
+    if bits == 8:
+        return QuantizedLinear(numbers.view(torch.int8), scales, None, 8, inputs_per_scale=group)
+    zero_points = torch.full_like(scales, 8, dtype=torch.uint8)
+    return QuantizedLinear(numbers, scales, zero_points, 4, inputs_per_scale=group)
+
+
+@torch.inference_mode()
+def check_panel_products(form: str, dtype: torch.dtype, device: str, *, is_tiny: bool) -> Check:
+    """Check a layer's products against those of the widened weights, and rows alone against the same among others."""
+    place = torch.device(device)
+    worst, fault = 0.0, check_panels(dtype, place)
+    for shape in (TINY if is_tiny else LAYER).values():
+        layer = _layer(form, shape, dtype, place)
+        alone = _layer(form, shape, dtype, place, is_batch_invariant=True)
+        rows = torch.randn(300, shape[1], device=place).to(dtype)
+        expected = functional.linear(rows.float(), layer.weight.float())
+        for number in (1, 16, 33, 64, 200, 300):
+            worst = max(worst, relative_error(layer(rows[:number]).float(), expected[:number]))
+        if not torch.equal(alone(rows[7:8])[0], alone(rows[:70])[7]):
+            fault = "a row depends on the others of its batch"
+    detail = fault or f"largest error {worst:.1e} of a row"
+    return Check(f"{form} in {dtype}", fault is None and worst < TOLERANCES[dtype], detail)
+
+
+@torch.inference_mode()
+def measure_panels(device: str, *, is_tiny: bool) -> list[PanelTime]:
+    """Time the products of a layer, each round over several copies of its weights, which no cache holds together."""
+    place, dtype = torch.device(device), torch.float32 if is_tiny else torch.bfloat16
+    shapes, copies = (TINY, 1) if is_tiny else (LAYER, _COPIES)
+    times = []
+    for form in FORMS:
+        layers = [_layer(form, shape, dtype, place, seed) for seed in range(copies) for shape in shapes.values()]
+        dense = [plain_linear(layer.weight, None) for layer in layers]
+        for number in ROWS[:2] if is_tiny else ROWS:
+            inputs = {size: torch.randn(number, size, device=place).to(dtype) for _, size in shapes.values()}
+            kept = _us(_products(layers, inputs), place) / copies
+            wide = _us(_products(dense, inputs), place) / copies
+            times.append(PanelTime(form, f"{number} rows", kept, wide))
+    return times
+
+
+def _products(layers: Sequence[Any], inputs: Mapping[int, Tensor]) -> Callable[[], list[Tensor]]:
+    return lambda: [layer(inputs[layer.in_features]) for layer in layers]
+
+
+def _layer(
+    form: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, seed: int = 0,
+    *, is_batch_invariant: bool = False,
+) -> PanelLinear:  # fmt: skip
+    products = TritonPanels(device, is_batch_invariant=is_batch_invariant)
+    return panel_linear(products, panel_weight(form, shape, device, seed), None, dtype)
+
+
+def _us(run: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a run in microseconds; on a GPU of its replay in a graph."""
+    run()
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return _replay_us(graph)
+    start_s = perf_counter()
+    run()
+    return (perf_counter() - start_s) * 1e6
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return float(median(times))
