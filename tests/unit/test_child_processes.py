@@ -21,7 +21,7 @@ def _short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def has_ended(process_id: int) -> bool:
     try:
-        return psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 
