@@ -145,9 +145,8 @@ class HeadwayConfig(_SettingsOfParts):
     graceful_shutdown_timeout_s: float = Field(default=20.0, gt=0)
     """Time that running requests have to finish when a model replica or the server is stopped, seconds."""
     stream_drain_s: float = Field(default=600.0, gt=0)
-    """Time that running requests have to finish in an ingress that is removed, and in a former process of HAProxy after
-    a change of the ingresses, seconds. A completion that still runs then in a removed ingress ends with an error; the
-    former process cuts its connections 10 s later."""
+    """Time that running requests have to finish in an ingress that is removed, seconds; then they end with an error. A
+    process of HAProxy that another has replaced cuts its connections 10 s later."""
     health_check_timeout_s: float = Field(default=3.0, gt=0)
     """Seconds after which an unanswered health check has failed; three failures replace the replica."""
 
