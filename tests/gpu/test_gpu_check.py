@@ -113,8 +113,12 @@ def test_every_prediction_names_a_figure_that_the_check_prints(monkeypatch: pyte
         kernel_times, "measure_sampling",
         lambda _, kinds, rows, __: {kind: {str(number): 1.0 for number in rows} for kind in kinds},
     )  # fmt: skip
+    sizes = (*(f"decode {size}" for size in kernel_times.BATCH_SIZES), "prompt 2048")
+    monkeypatch.setattr(
+        kernel_times, "measure_recurrence", lambda _, layers: {name: dict.fromkeys(sizes, 1.0) for name in layers}
+    )
     measured = {("steps", "steps"), ("steps", "prefill"), ("steps", "sampling"), ("steps", "batch-invariant steps"),
-                ("decodes", "decodes"), ("panels", "products")}  # fmt: skip
+                ("steps", "recurrence"), ("decodes", "decodes"), ("panels", "products")}  # fmt: skip
     panel_times = pytest.importorskip("bench.gpu.panel_times")
     monkeypatch.setattr(panel_times, "measure_panels", lambda *_, **__: [
         panel_times.PanelTime(form, f"{number} rows", 1.0, 1.0)

@@ -15,7 +15,7 @@ def test_numbers_arrive_as_they_were_sent() -> None:
         to_device.ints([3]),
         to_device.ints([]),
         to_device.floats([0.1, -math.inf, 1e300]),
-        to_device.ints(iter([2**62, -5])),
+        to_device.ints([2**62, -5]),
     )
     on_device = DeviceBuffer.of(to_device.words, no_tokens(CPU))
     assert [on_device.ints(span).tolist() for span in (odd, nothing, large)] == [[3], [], [2**62, -5]]
