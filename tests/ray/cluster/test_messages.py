@@ -1,5 +1,6 @@
 """An agent's conversation over two replicas: each turn computes only what is new."""
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from testkit.serving.raylets import Raylets
 from tests.ray.conftest import MODEL_NAME
 
 NUM_TURNS, FIRST_WORDS, BLOCK_TOKENS = 30, 11_900, 16
+TOOL_S = 0.4
+"""Seconds between two turns: two polls. Until then the other ingress may believe that the replica is still at work."""
 HINT = {"cache_control": {"type": "ephemeral"}}
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 TOOLS = [{"name": f"tool_{number}", "description": "It runs. " * 9, "input_schema": SCHEMA} for number in range(12)]
@@ -58,3 +61,4 @@ async def test_each_turn_finds_all_but_its_last_block_in_the_cache(served: Rayle
         found = text(rng, rng.randint(5, 30))
         result = {"type": "tool_result", "tool_use_id": f"toolu_{turn}", "content": found, **HINT}
         messages += [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        await asyncio.sleep(TOOL_S)
