@@ -20,7 +20,7 @@ _INCREASES_TO_FULL = 32
 _FLOOR = 1.5
 _REFERENCE_PERIOD_STEPS = 32
 _NUM_REFERENCES = 5
-_MAX_EXCESS, _MAX_CREDIT = 16, 2
+_MAX_EXCESS, _MAX_CREDIT = 16, 1
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class TpotController:
     1. A window is 8 steps in which the band decodes beside less urgent decodes, held or not. Its TPOT is the mean gap
        between two tokens of the band's streams. The time by which it exceeds the target is carried over to the next
        window, up to 16 times the target: long steps, such as those with a prompt, are made up for by shorter ones. So
-       is the time by which it stays below, up to 2 times the target: else the mean over windows would stay below, too.
+       is the time by which it stays below, up to once the target: else the mean over windows would stay below, too.
     2. With an excess, the limit becomes three quarters of the less urgent decodes of a step, at least one. From
        `max_num_seqs` it becomes their number at which a line from the reference steps to the window meets the target,
        if that is less, but at least a quarter: the first stream need not wait for several windows.
