@@ -31,7 +31,7 @@ class ModelOptions:
     """torch threads of a model replica on CPU; None: one for each CPU that is reserved for the replica."""
     kernel_cache_dir: str | None = setting(DEFAULT_KERNEL_CACHE_DIR)
     """Directory for the kernels that the first replica on a machine without a GPU compiles when it starts.
-    Compilation takes about half a minute, once for each version of torch. None: replicas use plain torch and are
+    Compilation takes about a minute, once for each version of torch. None: replicas use plain torch and are
     slower."""
     compile_layers: bool = setting(False)
     """On a GPU, have torch.compile fuse the layers of models for which Headway has no fused layers. Start-up takes

@@ -27,7 +27,7 @@ _CPU_LIMIT_S = 600.0
 
 def diagnosis_checks(directory: Path | None) -> Iterator[Check]:
     """Yield the checks of the kernels, and of the memory of the model in `directory`."""
-    with stderr().status("Checking the kernels; the first time they are compiled, which takes half a minute ..."):
+    with stderr().status("Checking the kernels; the first time they are compiled, which takes a minute ..."):
         diagnosis = _diagnose(directory)
     if isinstance(diagnosis, Check):
         yield diagnosis
