@@ -22,6 +22,7 @@ import httpx
 
 from serve_app.cli.server.ports import LOOPBACK, Address
 from serve_app.cli.server.private_cluster import private_cluster
+from serve_app.config import STREAM_DRAIN_S
 from testkit.free_port import free_port
 from testkit.serving.served import ROOT, Served, answers, running, wait_for
 
@@ -58,7 +59,8 @@ def main() -> None:
     address = Address(LOOPBACK, free_port(LOOPBACK))
     url = f"http://{address}"
     fields = dict(argument.split("=", 1) for argument in options.arguments)
-    haproxy_address, stream_drain_s = address if options.throughput else None, float(fields.get("stream_drain_s", 600))
+    haproxy_address = address if options.throughput else None
+    stream_drain_s = float(fields.get("stream_drain_s", STREAM_DRAIN_S))
     with private_cluster(os.cpu_count() or 1, haproxy_address, stream_drain_s=stream_drain_s) as cluster:
         from ray import serve
 

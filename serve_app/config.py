@@ -45,6 +45,8 @@ from serve_app.tracing.settings import TracingSettings
 Part = TypeVar("Part")
 
 DEMO_MODEL_NAME = "headway-demo"
+STREAM_DRAIN_S = 600.0
+"""Default of `stream_drain_s`."""
 
 PARTS = (
     ModelOptions,
@@ -144,7 +146,7 @@ class HeadwayConfig(_SettingsOfParts):
     needs room for at least one more."""
     graceful_shutdown_timeout_s: float = Field(default=20.0, gt=0)
     """Time that running requests have to finish when a model replica or the server is stopped, seconds."""
-    stream_drain_s: float = Field(default=600.0, gt=0)
+    stream_drain_s: float = Field(default=STREAM_DRAIN_S, gt=0)
     """Time that running requests have to finish in an ingress that is removed, seconds; then they end with an error. A
     process of HAProxy that another has replaced cuts its connections 10 s later."""
     health_check_timeout_s: float = Field(default=3.0, gt=0)

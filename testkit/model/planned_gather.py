@@ -36,7 +36,7 @@ class PlannedGather:
         keys, values = layer.keys[tables].flatten(1, 2), layer.values[tables].flatten(1, 2)
         positions = torch.arange(keys.shape[1])
         visible = (positions < lengths) & (positions >= lengths - (call.window or keys.shape[1]))
-        # What a row does not see is undefined, too.
+        # Positions that a row does not see hold undefined numbers.
         keys, values = (part.masked_fill(~visible[:, :, None, None], 0.0).transpose(1, 2) for part in (keys, values))
         rows = chunks[:, 0].long()
         attended = attend_dense(call.query[rows][:, :, None], keys, values, visible[:, None, None], call.scoring)

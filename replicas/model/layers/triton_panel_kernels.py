@@ -136,7 +136,7 @@ def panel_linear_kernel(
             part, input_sums, tile, table, row_inputs, is_row, first, in_size, FORMAT, BYTES, HAS_ZERO_POINTS
         )
         if not HAS_ONE_GROUP:
-            # What is behind the last input has no group, and its sums are 0.
+            # Inputs after the last one have no group. Their sums are 0.
             group = tl.minimum(first, in_size - 1) // GROUP * out_size
             sums += _scaled(part, input_sums, scales + group, zero_points + group, is_column, MIDDLE, HAS_ZERO_POINTS)
             part, input_sums = none, no_inputs

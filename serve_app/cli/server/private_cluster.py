@@ -29,6 +29,7 @@ from replicas.child_processes import Stalled, start_timeout_s
 from replicas.timing.cpu_scheduling import use_batch_scheduling
 from serve_app.cli.server.haproxy import haproxy_environment
 from serve_app.cli.server.ports import LOOPBACK, Address, PortBlock, port_block
+from serve_app.config import STREAM_DRAIN_S
 from serve_app.http.edge import CONNECTIONS_VARIABLE, MIDDLEWARE_PATH
 
 _PROXY_ANSWER_S = 5
@@ -37,7 +38,6 @@ _STARTS = 3
 _NODE_PERIOD_S = 0.25
 _KILL_LIMIT_S = 5.0
 MAX_CONNECTIONS_PER_ADDRESS = 1024
-_STREAM_DRAIN_S = 600.0
 SERVE_ENVIRONMENT = {
     # A model that cannot be loaded is a mistake of the user: report it at once instead of after three attempts.
     "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
@@ -144,7 +144,7 @@ def private_cluster(
     haproxy_address: Address | None = None,
     max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
     limits: StartLimits | None = None,
-    stream_drain_s: float = _STREAM_DRAIN_S,
+    stream_drain_s: float = STREAM_DRAIN_S,
 ) -> Iterator[PrivateCluster]:
     """Start Ray for this process alone, with its own ports and folder, and share nothing with other clusters.
 

@@ -6,10 +6,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 from replicas.model.attention import state_triton
 from replicas.model.attention.state_cache import StateLayer
 from replicas.model.attention.state_kernels import (
@@ -20,7 +16,7 @@ from replicas.model.attention.state_kernels import (
     store_inputs_kernel,
 )
 from tests.model.attention.test_compile_matrix import DEVICES, Resources, resources
-from tests.model.attention.test_triton_compilation import not_interpreted
+from tests.model.attention.test_triton_compilation import compiled_as, not_interpreted
 
 pytestmark = not_interpreted
 
@@ -46,14 +42,7 @@ _TYPES = {
 
 def compiled(kernel: Any, capability: int, constants: dict[str, Any], num_stages: int = 3) -> Resources:
     signature = {name: "constexpr" if name in constants else _TYPES.get(name, "*bf16") for name in kernel.arg_names}
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, type_ in enumerate(signature.values()) if type_[0] == "*"},
-    )
-    target = GPUTarget("cuda", capability, 32)
-    return resources(triton.compile(source, target=target, options={"num_warps": 4, "num_stages": num_stages}))
+    return resources(compiled_as(kernel, signature, constants, capability, num_stages=num_stages))
 
 
 @pytest.mark.parametrize(

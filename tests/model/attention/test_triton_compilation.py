@@ -65,6 +65,25 @@ _POINTERS = {
 }
 
 
+def compiled_as(
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Any:
+    """Compile a kernel whose arguments have the types of `signature`. Pointers are multiples of 16 bytes."""
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, type_ in enumerate(signature.values()) if type_[0] == "*"},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+
+
 def compiled(
     kernel: Any,
     shape: LayerShape,
@@ -88,14 +107,7 @@ def compiled(
         else scalars.get(name) or (_POINTERS | cached | pointers).get(name, numbers)
         for name in kernel.arg_names
     }
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, type_ in enumerate(signature.values()) if type_[0] == "*"},
-    )
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+    return compiled_as(kernel, signature, constants, capability, num_warps, num_stages)
 
 
 def sizes(shape: LayerShape) -> dict[str, int]:
