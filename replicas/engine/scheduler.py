@@ -93,7 +93,7 @@ class Scheduler:
     def add(self, sequence: Sequence, now: float) -> None:
         """Add a new sequence to the waiting queue."""
         sequence.phases.begin(now)
-        if not self._wants_prefill(sequence.band, self._prefilling(self._lag())):
+        if not self._wants_prefill(sequence.band, self._lag().prefilling(self.running)):
             self._served_s[sequence.band] = max(self._served_s[sequence.band], min(now, sequence.arrival_s))
         self.waiting.add(sequence)
 
@@ -212,7 +212,7 @@ class Scheduler:
 
     def _promote_starved(self, lag: Lag, now: float) -> bool:
         """Promote a sequence of each band that has starved; return True if there is one."""
-        prefilling = self._prefilling(lag)
+        prefilling = lag.prefilling(self.running)
         starved = [
             band
             for band in BANDS[1:]
@@ -225,9 +225,6 @@ class Scheduler:
 
     def _lag(self) -> Lag:
         return self.table.lag(self.running, self._config.block_size)
-
-    def _prefilling(self, lag: Lag) -> list[Sequence]:
-        return [self.running[index] for index in lag.is_prefilling.nonzero()[0].tolist()]
 
     def _wants_prefill(self, band: Band, prefilling: list[Sequence]) -> bool:
         return self.waiting.num_by_band[band] > 0 or any(sequence.band is band for sequence in prefilling)

@@ -110,6 +110,10 @@ class Lag:
     is_prefilling: np.ndarray
     """See `Sequence.is_prefilling`."""
 
+    def prefilling(self, running: list[Sequence]) -> list[Sequence]:
+        """Return those of `running`, whose lag this is, that are prefilling."""
+        return [running[index] for index in self.is_prefilling.nonzero()[0].tolist()]
+
 
 class SequenceTable:
     """Table with a column for each slot: the numbers of the sequence that runs there.

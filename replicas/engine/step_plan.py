@@ -36,7 +36,7 @@ class StepPlan:
         self._config = config
         self._table = table
         self._num_held = len(held)
-        self._prefilling = [running[index] for index in lag.is_prefilling.nonzero()[0].tolist()]
+        self._prefilling = lag.prefilling(running)
         # The decodes: their columns, sequences and numbers of tokens.
         decodes = lag.is_decoding.nonzero()[0]
         if held:
