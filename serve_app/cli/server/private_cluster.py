@@ -57,6 +57,9 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    # Serve joins all parts of an answer that wait for a slow client into one message. By default a message of more than
+    # 4 MiB ends the request. This is the most that gRPC allows.
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
     # A replica that has failed three health checks is killed. By default it first has `graceful_shutdown_timeout_s` to
     # end its streams; one that hangs cannot, and its replacement waits for its CPUs and GPU.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",

@@ -1,5 +1,7 @@
 """Files and batches through Serve: what needs its proxy, its handles and the jobs deployment's process."""
 
+import time
+
 import httpx
 import openai
 
@@ -33,4 +35,9 @@ def test_large_file_goes_up_and_comes_down(client: openai.OpenAI) -> None:
     content = bytes(range(256)) * 2**16
     file = client.files.create(file=("large.bin", content), purpose="user_data")
     assert file.bytes == len(content)
-    assert client.files.content(file.id).content == content
+    with client.files.with_streaming_response.content(file.id) as response:
+        parts = response.iter_bytes()
+        received = [next(parts)]
+        time.sleep(1)  # all other parts wait in the ingress
+        received += parts
+    assert b"".join(received) == content
