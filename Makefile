@@ -15,7 +15,7 @@ PORT ?= 8000
 MODEL ?=
 DTYPE ?=
 REPLICAS ?=
-PROFILE ?= default
+PROFILE ?= auto
 ARGS ?=
 
 help:  ## list the targets, which is what `make` alone does

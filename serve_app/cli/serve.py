@@ -10,7 +10,6 @@ import ipaddress
 import os
 import socket
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -28,6 +27,7 @@ from serve_app.cli.server.disk_space import free_bytes, lack_of_space
 from serve_app.cli.server.own_session import run_in_own_session
 from serve_app.cli.server.ports import Address, reserved
 from serve_app.cli.server.private_cluster import MAX_CONNECTIONS_PER_ADDRESS, StartLimits
+from serve_app.cli.server.profile import Profile, choose_front
 from serve_app.cli.server.serve_log import new_log_file
 from serve_app.cli.server.served_model import prepare_model
 from serve_app.cli.server.server import ListenOptions, Server
@@ -41,15 +41,6 @@ _FIELDS_OF_TEXT = {"chat_template", "generation_config", "tool_call_parser"}
 """Fields whose check needs the model's tokenizer, which takes a second to load."""
 _KEY_OPTION = "--api-key"
 _KEY_VARIABLE = "HEADWAY_API_KEY"
-
-
-class Profile(Enum):
-    """Serving profiles."""
-
-    DEFAULT = "default"
-    """Serve's own HTTP proxy."""
-    THROUGHPUT = "throughput"
-    """HAProxy in front of the ingresses and Serve's throughput flags: several times as many requests per second."""
 
 
 def _use_config_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -85,7 +76,9 @@ def serve(
         int,
         typer.Option(help="Most connections, without HAProxy open requests, of an address that is not local.", min=1),
     ] = MAX_CONNECTIONS_PER_ADDRESS,
-    profile: Annotated[Profile, typer.Option(help="HAProxy in front for `throughput`.")] = Profile.DEFAULT,
+    profile: Annotated[
+        Profile, typer.Option(help="HAProxy in front for `throughput`, which `auto` takes from 4 processors on.")
+    ] = Profile.AUTO,
     api_key: Annotated[
         str | None, typer.Option(_KEY_OPTION, envvar=_KEY_VARIABLE, help="The one API key of the server.")
     ] = None,
@@ -103,8 +96,9 @@ def serve(
     limits = StartLimits(machine_slowness())  # before this process waits for others
     _check_environment()
     address, limit = Address(host, port), max_connections_per_address
-    options = ListenOptions(address, limit, profile is Profile.THROUGHPUT, api_key, log_format, access_log)
-    checked = _checked(arguments or [], fields, options)
+    checked = _checked(arguments or [], fields, address, api_key)
+    front, checked = choose_front(profile, checked, cpu_limit().num_cpus)
+    options = ListenOptions(address, limit, front, api_key, log_format, access_log)
     with contextlib.ExitStack() as held:  # by the server's process, too, which is forked
         _reserve(address, held)
         checked = _with_model(checked)
@@ -117,25 +111,25 @@ def serve(
         raise typer.Exit(run_in_own_session(lambda: Server(checked, options, limits, log_path).run()))
 
 
-def _checked(arguments: list[str], fields: dict[str, Any], options: ListenOptions) -> HeadwayConfig:
+def _checked(arguments: list[str], fields: dict[str, Any], address: Address, api_key: str | None) -> HeadwayConfig:
     """Return the configuration; refuse what contradicts the key, and warn of an address that others reach."""
     try:
         config = read_config(arguments, fields)
     except ConfigError as error:
         _fail(str(error))
     key_file = config.ingress_settings().api_key_file
-    if options.api_key is not None and key_file is not None:
+    if api_key is not None and key_file is not None:
         _fail(f"{_KEY_OPTION} (or {_KEY_VARIABLE}) and api_key_file ({key_file}) are both given; give one of them")
     if key_file is not None:
         try:
             check_keys(Path(key_file))
         except ValueError as error:
             _fail(f"api_key_file: {' '.join(str(error).split())}")
-    if is_loopback(options.address.host):
+    if is_loopback(address.host):
         given = "allowed_hosts" in config.model_fields_set
         return config if given else config.model_copy(update={"allowed_hosts": _LOOPBACK_HOSTS})
-    if key_file is None and options.api_key is None:
-        reached = f"every client that reaches {options.address} may use the model"
+    if key_file is None and api_key is None:
+        reached = f"every client that reaches {address} may use the model"
         _warn(f"{reached}: neither {_KEY_OPTION} nor api_key_file is set")
     return config
 

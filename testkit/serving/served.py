@@ -139,8 +139,8 @@ class Served:
 
 
 def start(home: Path, *variables: str, user_home: Path | None = None) -> subprocess.Popen[bytes]:
-    """Start `make serve` with variables such as `PORT=...`; `user_home` as in `serving`."""
-    command = ["make", "--no-print-directory", "serve", *variables]
+    """Start `make serve` with variables such as `PORT=...`, by default in one profile; `user_home` as in `serving`."""
+    command = ["make", "--no-print-directory", "serve", "PROFILE=default", *variables]
     environment = clean_environment(user_home or home)
     return _start(command, home, environment=environment, stdin=subprocess.DEVNULL, preexec_fn=_heed_interrupts)
 

@@ -20,8 +20,10 @@ from replicas.child_processes import Stalled
 from serve_app.cli.server import application
 from serve_app.cli.server.access_lines import AccessLines, LogFormat
 from serve_app.cli.server.disk_space import DiskWatch
+from serve_app.cli.server.memory_report import memory_line
 from serve_app.cli.server.ports import LOOPBACK, Address
 from serve_app.cli.server.private_cluster import DaemonEnded, PrivateCluster, StartLimits, private_cluster
+from serve_app.cli.server.profile import Front, Profile
 from serve_app.cli.server.serve_log import Tail, Terminal, output_to
 from serve_app.cli.server.start_report import Report, Steps, step_of
 from serve_app.config import HeadwayConfig
@@ -50,7 +52,7 @@ class ListenOptions:
 
     address: Address
     max_connections_per_address: int
-    is_throughput_profile: bool
+    front: Front
     api_key: str | None
     log_format: LogFormat
     has_access_lines: bool
@@ -64,12 +66,16 @@ class ListenOptions:
     @property
     def haproxy_address(self) -> Address | None:
         """Address at which HAProxy listens; None: there is no HAProxy."""
-        return self.address if self.is_throughput_profile else None
+        return self.address if self._has_haproxy else None
 
     @property
     def serve_address(self) -> Address:
         """Address of Serve's own HTTP proxies, which nobody but HAProxy calls where it is in front."""
-        return Address(LOOPBACK, self.address.port) if self.is_throughput_profile else self.address
+        return Address(LOOPBACK, self.address.port) if self._has_haproxy else self.address
+
+    @property
+    def _has_haproxy(self) -> bool:
+        return self.front.profile is Profile.THROUGHPUT
 
 
 class _Stopped(BaseException):
@@ -202,6 +208,8 @@ class Server:
             self._log_path,
             has_keys,
             jobs_state,
+            str(self._options.front),
+            memory_line(),
         )
 
     def _pause(self) -> None:

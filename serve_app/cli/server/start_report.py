@@ -66,9 +66,13 @@ class Report:
     """True if requests need an API key."""
     jobs_state: str | None
     """State of the jobs process in `/health`; None: unknown."""
+    front: str
+    """What answers the port."""
+    memory: str
+    """Memory of the processes."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the report: a line for each fault of the checkpoint, and at most fourteen others."""
+        """Yield the report: a line for each fault of the checkpoint, and at most sixteen others."""
         yield f"Serving {self.config.model_name} at {self.url}"
         yield f"  model      {self._model()}"
         if self.config.is_toy_model:
@@ -78,6 +82,8 @@ class Report:
         yield from (f"  note       {note}" for note in self.card.notes)
         yield f"  KV cache   {self._kv_cache()}"
         yield f"  replicas   {self._replicas()}"
+        yield f"  profile    {self.front}"
+        yield f"  memory     {self.memory}"
         if self.jobs_state not in (None, "ok"):
             yield f"  jobs       {self.jobs_state}: files, batches and jobs are refused; the log says why"
         shared = left_data_dir(self.config)
