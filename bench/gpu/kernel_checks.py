@@ -140,6 +140,7 @@ def check_experts(name: str, dtype: torch.dtype, device: str, num_tokens: Sequen
 
 def _of_experts(inputs: Tensor, layer: ExpertLayer, index: Tensor) -> Tensor:
     """Return the product of each pair, [num_pairs, out_size] float32."""
+    assert isinstance(layer.weights, Tensor)
     pairs = inputs.repeat_interleave(index.shape[1], dim=0).float()
     output = pairs.new_empty(len(pairs), layer.out_size)
     for expert, weights in enumerate(layer.weights):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,17 +14,29 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.gpu.model_checks import Check
-from replicas.model.checkpoint.quantized_linear import QuantizedLinear
+from replicas.model.checkpoint.quantized_linear import FP4_VALUES, QuantizedLinear
 from replicas.model.hardware.selfcheck import TOLERANCES, relative_error
+from replicas.model.layers.experts import ExpertLayer, ExpertLinear, PanelExpertLinear, Routing
 from replicas.model.layers.linear import plain_linear
-from replicas.model.layers.panels import PanelLinear, panel_linear
+from replicas.model.layers.panels import PanelLinear, Panels, pack_panels, panel_linear
+from replicas.model.layers.triton_experts import expert_linear
 from replicas.model.layers.triton_panels import TritonPanels, check_panels
 
-FORMS = {"int4 by 128": (4, 128), "int8 by row": (8, None), "fp8 by row": (8, None), "fp8 by 128": (8, 128)}
+FORMS = {
+    "int4 by 128": (4, 128), "int8 by row": (8, None), "fp8 by row": (8, None), "fp8 by 128": (8, 128),
+    "fp4 by 32": (4, 32),
+}  # fmt: skip
 """Bits of a number, and inputs of a scale."""
 LAYER = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
 """Outputs and inputs of the products of a layer of Llama-3.1-8B."""
 TINY = {"small": (72, 96)}
+EXPERTS = {
+    "gpt-oss-20b": ("fp4 by 32", 32, 4, ((5760, 2880), (2880, 2880))),
+    "qwen3-30b-a3b": ("fp8 by 128", 128, 8, ((1536, 2048), (2048, 768))),
+}
+"""Form of the weights, experts, experts of a token, and outputs and inputs of both layers."""
+TINY_EXPERTS = {"small": ("fp4 by 32", 3, 2, ((72, 96), (96, 80)))}
+TOKENS = (1, 64, 2048)
 ROWS = (1, 16, 32, 64, 128, 256, 512, 2048)
 _COPIES, _ROUNDS = 4, 20
 
@@ -49,6 +62,9 @@ def panel_weight(form: str, shape: tuple[int, int], device: torch.device, seed: 
         return QuantizedLinear((numbers & 0xF7).view(torch.float8_e4m3fn), scales, None, 8, inputs_per_scale=group)
     if bits == 8:
         return QuantizedLinear(numbers.view(torch.int8), scales, None, 8, inputs_per_scale=group)
+    if form.startswith("fp4"):
+        table = torch.tensor(FP4_VALUES, device=device)
+        return QuantizedLinear(numbers, scales.bfloat16(), None, 4, inputs_per_scale=group, table=table)
     zero_points = torch.full_like(scales, 8, dtype=torch.uint8)
     return QuantizedLinear(numbers, scales, zero_points, 4, inputs_per_scale=group)
 
@@ -86,6 +102,61 @@ def measure_panels(device: str, *, is_tiny: bool) -> list[PanelTime]:
             wide = _us(_products(dense, inputs), place) / copies
             times.append(PanelTime(form, f"{number} rows", kept, wide))
     return times
+
+
+@torch.inference_mode()
+def check_kept_experts(name: str, dtype: torch.dtype, device: str, *, is_tiny: bool) -> Check:
+    """Check the products of experts in panels against those of the kernel for dense weights."""
+    form, num_experts, top_k, sizes = (TINY_EXPERTS if is_tiny else EXPERTS)[name]
+    place, worst = torch.device(device), 0.0
+    products = TritonPanels(place)
+    for shape in sizes:
+        panels, dense = _experts(form, num_experts, shape, dtype, place)
+        for num_tokens in (1, 7) if is_tiny else (1, 64, 700):
+            routing = _routing(num_tokens, num_experts, top_k, place)
+            rows = torch.randn(num_tokens, shape[1], device=place).to(dtype)
+            found = PanelExpertLinear(products)(rows, panels, routing, is_first=True)
+            expected = expert_linear(rows, dense, routing, is_first=True)
+            worst = max(worst, relative_error(found.float(), expected.float()))
+    return Check(f"experts of {name} in {form}", worst < TOLERANCES[dtype], f"largest error {worst:.1e} of a row")
+
+
+@torch.inference_mode()
+def measure_experts(device: str, *, is_tiny: bool) -> list[PanelTime]:
+    """Time both layers of experts in panels beside dense ones. All weights are larger than the cache."""
+    place, dtype = torch.device(device), torch.float32 if is_tiny else torch.bfloat16
+    kept_linear, times = PanelExpertLinear(TritonPanels(place)), []
+    for name, (form, num_experts, top_k, sizes) in (TINY_EXPERTS if is_tiny else EXPERTS).items():
+        layers = [_experts(form, num_experts, shape, dtype, place) for shape in sizes]
+        for num_tokens in TOKENS[:1] if is_tiny else TOKENS:
+            routing = _routing(num_tokens, num_experts, top_k, place)
+            rows = {shape[1]: torch.randn(num_tokens, shape[1], device=place).to(dtype) for shape in sizes}
+            kept = _us(partial(_run_experts, kept_linear, [kept for kept, _ in layers], rows, routing), place)
+            wide = _us(partial(_run_experts, expert_linear, [dense for _, dense in layers], rows, routing), place)
+            times.append(PanelTime(f"experts of {name}", f"{num_tokens} tokens", kept, wide))
+    return times
+
+
+def _run_experts(
+    linear: ExpertLinear, layers: Sequence[ExpertLayer], rows: Mapping[int, Tensor], routing: Routing
+) -> list[Tensor]:
+    return [linear(rows[layer.in_size], layer, routing, is_first=True) for layer in layers]
+
+
+def _experts(
+    form: str, num_experts: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[ExpertLayer, ExpertLayer]:
+    """Return a layer of random experts in panels, and the same in dense weights."""
+    products = TritonPanels(device)
+    experts = [pack_panels(panel_weight(form, shape, device, seed)) for seed in range(num_experts)]
+    dense = torch.stack([products.widen(panels, dtype) for panels in experts])
+    return ExpertLayer(Panels.stack(experts), None, False), ExpertLayer(dense, None, False)
+
+
+def _routing(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Routing:
+    generator = torch.Generator(device).manual_seed(num_tokens)
+    scores = torch.rand(num_tokens, num_experts, generator=generator, device=device)
+    return Routing.of(scores.topk(top_k).indices, num_experts)
 
 
 def _products(layers: Sequence[Any], inputs: Mapping[int, Tensor]) -> Callable[[], list[Tensor]]:

@@ -199,7 +199,7 @@ def has_panels(weight: QuantizedWeight) -> bool:
     group = layout.inputs_per_scale
     order = weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
     return (
-        weight.format in _KEPT
+        weight.format in (*_KEPT, _MXFP4)
         and weight.parts[weight.format.numbers].dtype != "F8_E5M2"
         and layout.bits in (4, 8)
         and layout.num_inputs % _PANEL_INPUTS == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Values of the 16 numbers of 4 bits in GGUF's types IQ4_NL and IQ4_XS."""
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of the 16 numbers of the 4-bit float e2m1."""
 _VALUES_AT_ONCE = 2**22
 
 
@@ -44,6 +47,12 @@ class QuantizedLinear:
             table=table,
         )
 
+    def rows(self, first: int, last: int) -> QuantizedLinear:
+        """Return the weight of outputs [first, last), which begin and end a row of scales."""
+        scales = slice(first // self.outputs_per_scale, -(-last // self.outputs_per_scale))
+        zero_points = None if self.zero_points is None else self.zero_points[scales]
+        return replace(self, numbers=self.numbers[first:last], scales=self.scales[scales], zero_points=zero_points)
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [num_outputs, num_inputs]: products in float32, each rounded once to `dtype`."""
         num_outputs, num_inputs = self.numbers.shape
@@ -69,3 +78,24 @@ class QuantizedLinear:
         if self.order is not None:
             return groups.float()[:, self.order.long()]
         return groups.float().repeat_interleave(self.inputs_per_scale, dim=1)[:, : self.numbers.shape[1]]
+
+
+def concatenate(weights: Sequence[QuantizedLinear]) -> QuantizedLinear:
+    """Return one weight with the outputs of several, which have the same format, inputs and groups, and no order."""
+    if len(weights) == 1:
+        return weights[0]
+    first = weights[0]
+    scales = [_by_output(weight, weight.scales) for weight in weights]
+    zero_points = [_by_output(weight, weight.zero_points) for weight in weights if weight.zero_points is not None]
+    return replace(
+        first,
+        numbers=torch.cat([weight.numbers for weight in weights]),
+        scales=torch.cat(scales),
+        zero_points=torch.cat(zero_points) if zero_points else None,
+        outputs_per_scale=1,
+    )
+
+
+def _by_output(weight: QuantizedLinear, groups: Tensor) -> Tensor:
+    """Return the row of scales or zero points of each output."""
+    return groups.repeat_interleave(weight.outputs_per_scale, dim=0)[: len(weight.numbers)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from replicas.errors import ModelLoadError
 from replicas.model.checkpoint.formats import Layout, Quantization, QuantizedWeight
-from replicas.model.checkpoint.quantized_linear import IQ4_VALUES, QuantizedLinear
+from replicas.model.checkpoint.quantized_linear import FP4_VALUES, IQ4_VALUES, QuantizedLinear
 
 Tensors = Mapping[str, Tensor]
 """Tensors of one quantized weight, by the suffix of their names."""
@@ -18,7 +18,6 @@ Tensors = Mapping[str, Tensor]
 _WORD_BITS = 32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position in a word of each of eight adjacent outputs."""
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4_BIAS = 127
 _NESTED_BLOCK = 256
 
@@ -129,8 +128,8 @@ def _read_mxfp4(tensors: Tensors, layout: Layout, _: Quantization) -> QuantizedL
     pairs = tensors["_blocks"].reshape(layout.num_outputs, -1)
     numbers = _nibbles(pairs)
     exponents = tensors["_scales"].reshape(layout.num_outputs, -1).int() - _MXFP4_BIAS
-    table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
-    scales = torch.ldexp(torch.ones(exponents.shape), exponents)
+    table = torch.tensor(FP4_VALUES)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents).to(torch.bfloat16)  # exact: powers of two
     return QuantizedLinear(numbers, scales, None, 4, inputs_per_scale=layout.inputs_per_scale, table=table)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,26 +10,31 @@ import torch
 from torch import Tensor, nn
 
 from replicas.model.hardware.selfcheck import find_fault, relative_error
+from replicas.model.layers.panels import PanelProducts, Panels
 
 _NUM_TRIAL_TOKENS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """Linear layer of each expert, in contiguous tensors."""
+    """Linear layer of each expert, in contiguous tensors, or in panels, which are never transposed."""
 
-    weights: Tensor  # [num_experts, out_size, in_size]; [num_experts, in_size, out_size] if transposed
+    weights: Tensor | Panels  # [num_experts, out_size, in_size]; [num_experts, in_size, out_size] if transposed
     biases: Tensor | None  # [num_experts, out_size]
     is_transposed: bool
 
     @property
     def in_size(self) -> int:
         """Size of an input row."""
+        if isinstance(self.weights, Panels):
+            return self.weights.num_inputs
         return self.weights.shape[1 if self.is_transposed else 2]
 
     @property
     def out_size(self) -> int:
         """Size of an output row."""
+        if isinstance(self.weights, Panels):
+            return self.weights.num_outputs
         return self.weights.shape[2 if self.is_transposed else 1]
 
 
@@ -66,10 +71,15 @@ class FusedExperts(nn.Module):
     Each token's results are summed in the order of its experts, whatever the other tokens are.
     """
 
-    def __init__(self, original: Any, linear: ExpertLinear) -> None:
+    def __init__(self, original: Any, linear: ExpertLinear, kept: Mapping[str, Panels] | None = None) -> None:
+        """`kept` has weights in panels, by name, in place of the module's own."""
         super().__init__()
         self.original = original
         self._linear = linear
+        self.kept = kept or {}
+        for name, panels in self.kept.items():
+            for part, parameter in panels.parameters():
+                self.register_parameter(f"{name}_{part}", parameter)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sums [num_tokens, size] of the outputs of each token's experts.
@@ -82,7 +92,7 @@ class FusedExperts(nn.Module):
         original = self.original
         num_tokens, size = hidden_states.shape
         first, second = self.layer("gate_up_proj" if original.has_gate else "up_proj"), self.layer("down_proj")
-        routing = Routing.of(top_k_index, len(first.weights))
+        routing = Routing.of(top_k_index, original.num_experts)
         inner = self._linear(hidden_states.contiguous(), first, routing, is_first=True)
         inner = original._apply_gate(inner) if original.has_gate else original.act_fn(inner)
         output = self._linear(inner.contiguous(), second, routing, is_first=False)
@@ -94,7 +104,22 @@ class FusedExperts(nn.Module):
     def layer(self, name: str) -> ExpertLayer:
         """Return the linear layer of the experts' weights with this name."""
         biases = getattr(self.original, f"{name}_bias") if self.original.has_bias else None
-        return ExpertLayer(getattr(self.original, name), biases, self.original.is_transposed)
+        return ExpertLayer(self.kept.get(name, getattr(self.original, name)), biases, self.original.is_transposed)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelExpertLinear:
+    """`ExpertLinear` of weights in panels."""
+
+    products: PanelProducts
+
+    def __call__(self, inputs: Tensor, layer: ExpertLayer, routing: Routing, *, is_first: bool) -> Tensor:
+        """Return the products, [num_pairs, out_size]."""
+        assert isinstance(layer.weights, Panels)
+        order, starts, top_k = routing.order, routing.starts, routing.top_k
+        return self.products.multiply_experts(
+            inputs, layer.weights, layer.biases, order, starts, top_k, is_first=is_first
+        )
 
 
 def replace_experts(model: nn.Module, linear: ExpertLinear) -> str | None:
@@ -102,14 +127,14 @@ def replace_experts(model: nn.Module, linear: ExpertLinear) -> str | None:
 
     After a fault the model has its own experts.
     """
-    replacements = [
+    replacements: list[tuple[nn.Module, str, Any, FusedExperts]] = [
         (parent, name, child, FusedExperts(child, linear))
         for parent in model.modules()
         for name, child in parent.named_children()
-        if _are_experts(child)
+        if are_experts(child) and not isinstance(parent, FusedExperts)
     ]
     for _, _, original, fused in replacements:
-        fault = find_fault(_errors(original, fused), fused.layer("down_proj").weights.dtype)
+        fault = find_fault(_errors(original, fused), original.down_proj.dtype)
         if fault is not None:
             return fault
     for parent, name, _, fused in replacements:
@@ -117,7 +142,8 @@ def replace_experts(model: nn.Module, linear: ExpertLinear) -> str | None:
     return None
 
 
-def _are_experts(module: nn.Module) -> bool:
+def are_experts(module: nn.Module) -> bool:
+    """Return True if a module has the weights of all experts of a layer, as transformers' experts have."""
     return all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed", "down_proj"))
 
 

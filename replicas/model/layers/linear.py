@@ -35,6 +35,8 @@ class KeptLinears:
     """Tells if a weight may keep its bits."""
     make: Callable[[QuantizedLinear, Tensor | None, torch.dtype], nn.Module]
     """Makes a layer from a weight on the CPU and a bias, for inputs and outputs of a dtype."""
+    products: PanelProducts | None = None
+    """Products with the weights of experts; None: those become dense."""
 
 
 _log = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ def kept_groups() -> KeptLinears:
 
 def kept_panels(products: PanelProducts) -> KeptLinears:
     """Return the layers that keep bits on a GPU."""
-    return KeptLinears(has_panels, partial(panel_linear, products))
+    return KeptLinears(has_panels, partial(panel_linear, products), products)
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:

@@ -5,7 +5,7 @@ The values are those of `QuantizedLinear`: nothing is rounded that the checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import pairwise
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from replicas.model.checkpoint.quantized_linear import QuantizedLinear
+from replicas.model.checkpoint.quantized_linear import FP4_VALUES, QuantizedLinear
 
 PANEL = 64
 """Outputs of a panel."""
@@ -31,13 +31,14 @@ class PanelFormat(IntEnum):
 
     INT4 = 0
     TABLE4 = 1
-    INT8 = 2
-    FLOAT8 = 3
+    FLOAT4 = 2
+    INT8 = 3
+    FLOAT8 = 4
 
     @property
     def bits(self) -> int:
         """Size of a number."""
-        return 4 if self <= PanelFormat.TABLE4 else 8
+        return 4 if self <= PanelFormat.FLOAT4 else 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Panels:
     The input i is in group g = i // group_size. A unit has the same `unit_bytes` of each of a panel's outputs. Of
     numbers of 4 bits a byte has input j of its unit in the low half, and input j + unit_bytes in the high half. Numbers
     of whole groups are adjacent, and what is behind the last output and input is 0.
+
+    Those of several experts of the same sizes have one more dimension in front: see `stack`.
     """
 
     format: PanelFormat
@@ -63,12 +66,22 @@ class Panels:
     @property
     def num_outputs(self) -> int:
         """Number of outputs."""
-        return self.scales.shape[1]
+        return self.scales.shape[-1]
 
     @property
     def unit_bytes(self) -> int:
         """Bytes of one output in a unit."""
-        return self.numbers.shape[3]
+        return self.numbers.shape[-1]
+
+    @property
+    def num_units(self) -> int:
+        """Units of an output."""
+        return self.numbers.shape[-3]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of inputs."""
+        return self.scales.shape[-2]
 
     @property
     def unit_inputs(self) -> int:
@@ -85,6 +98,29 @@ class Panels:
             and _are_equal(self.order, other.order)
             and _are_equal(self.table, other.table)
         )
+
+    @staticmethod
+    def stack(experts: Sequence[Panels]) -> Panels:
+        """Return the weights of experts, which have the same sizes and format."""
+        first = next((one for one in experts if one.zero_points is not None), experts[0])
+        zero_points = None
+        if first.zero_points is not None:
+            middle = torch.full_like(first.zero_points, first.middle)
+            points = [middle if one.zero_points is None else one.zero_points for one in experts]
+            zero_points = torch.stack(points)
+        return replace(
+            first,
+            numbers=torch.stack([one.numbers for one in experts]),
+            scales=torch.stack([one.scales for one in experts]),
+            zero_points=zero_points,
+        )
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the tensors, which a module registers, by name."""
+        for name in ("numbers", "scales", "zero_points", "order"):
+            values: Tensor | None = getattr(self, name)
+            if values is not None:
+                yield name, nn.Parameter(values.detach(), requires_grad=False)
 
     def join(self, others: Sequence[Panels]) -> Panels:
         """Return one weight with the outputs of this one and of `others`, which can be joined."""
@@ -148,7 +184,8 @@ def _bits_of(weight: QuantizedLinear) -> tuple[PanelFormat, Tensor, int]:
     numbers = weight.numbers
     if weight.table is not None:
         assert torch.equal(weight.table.to(torch.bfloat16).float(), weight.table), "values must be exact in bfloat16"
-        return PanelFormat.TABLE4, numbers, 0
+        is_float4 = weight.table.tolist() == list(FP4_VALUES)
+        return PanelFormat.FLOAT4 if is_float4 else PanelFormat.TABLE4, numbers, 0
     if weight.bits == 4:
         return PanelFormat.INT4, numbers, 8
     if numbers.is_floating_point():
@@ -191,6 +228,15 @@ class PanelProducts(Protocol):
     def multiply(self, rows: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
         """Return rows [num_rows, num_inputs], whose inputs have the order of `panels`, times the weight, plus bias."""
 
+    def multiply_experts(
+        self, rows: Tensor, panels: Panels, biases: Tensor | None, order: Tensor, starts: Tensor, top_k: int, *,
+        is_first: bool,
+    ) -> Tensor:  # fmt: skip
+        """Return the products of rows with the weights of their experts plus biases, [num_pairs, num_outputs].
+
+        `order`, `starts` and `top_k` are those of `experts.Routing`, `is_first` is that of `experts.ExpertLinear`.
+        """
+
     def widen(self, panels: Panels, dtype: torch.dtype) -> Tensor:
         """Return the weight [num_outputs, num_inputs]: products in float32, each rounded once to `dtype`."""
 
@@ -204,10 +250,9 @@ class PanelLinear(nn.Module):
         self.out_features, self.in_features = panels.num_outputs, panels.num_inputs
         self.panels = panels
         self.dtype = dtype
-        self.numbers, self.scales, self.zero_points, self.order, self.bias = (
-            None if values is None else nn.Parameter(values.detach(), requires_grad=False)
-            for values in (panels.numbers, panels.scales, panels.zero_points, panels.order, bias)
-        )
+        for name, parameter in panels.parameters():
+            self.register_parameter(name, parameter)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.products = products
         products.reserve(panels, dtype)
 

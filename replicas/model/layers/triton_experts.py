@@ -48,7 +48,7 @@ def batch_invariant_tile(itemsize: int) -> ProductTile:
 
 def expert_linear(inputs: Tensor, layer: ExpertLayer, routing: Routing, *, is_first: bool) -> Tensor:
     """Return the products of the rows with the matrices of their experts, [num_pairs, out_size]. See `ExpertLinear`."""
-    tile = choose_expert_tile(len(routing.order), len(layer.weights), inputs.itemsize)
+    tile = choose_expert_tile(len(routing.order), len(routing.starts) - 1, inputs.itemsize)
     return _multiply(inputs, layer, routing, tile, is_first=is_first)
 
 
@@ -58,6 +58,7 @@ def batch_invariant_expert_linear(inputs: Tensor, layer: ExpertLayer, routing: R
 
 
 def _multiply(inputs: Tensor, layer: ExpertLayer, routing: Routing, tile: ProductTile, *, is_first: bool) -> Tensor:
+    assert isinstance(layer.weights, Tensor)
     num_pairs, num_experts = len(routing.order), len(layer.weights)
     assert inputs.is_contiguous() and layer.weights.is_contiguous()
     assert layer.biases is None or layer.biases.is_contiguous()

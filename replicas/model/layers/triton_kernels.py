@@ -113,6 +113,26 @@ def silu_and_mul_kernel(gate_up, output, SIZE: tl.constexpr, TILE: tl.constexpr)
 
 
 @triton.jit
+def find_expert(starts, NUM_EXPERTS: tl.constexpr, EXPERT_WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """Return the expert of tile `program_id(1)`, the first row of the tile, and the end of the expert's rows.
+
+    The tiles of the experts are numbered one after the other. Beyond the last tile the expert is NUM_EXPERTS or more.
+    """
+    tile = tl.program_id(1)
+    experts = tl.arange(0, EXPERT_WIDTH)
+    is_expert = experts < NUM_EXPERTS
+    begins = tl.load(starts + experts, mask=is_expert, other=0).to(tl.int32)
+    ends = tl.load(starts + 1 + experts, mask=is_expert, other=0).to(tl.int32)
+    num_tiles = (ends - begins + TILE_ROWS - 1) // TILE_ROWS
+    last_tiles = tl.cumsum(num_tiles, 0)
+    expert = tl.sum((last_tiles <= tile).to(tl.int32), 0)
+    is_mine = experts == expert
+    first_tile = tl.sum(tl.where(is_mine, last_tiles - num_tiles, 0), 0)
+    begin = tl.sum(tl.where(is_mine, begins, 0), 0)
+    return expert, begin + (tile - first_tile) * TILE_ROWS, tl.sum(tl.where(is_mine, ends, 0), 0)
+
+
+@triton.jit
 def expert_linear_kernel(
     inputs,  # [num_inputs, IN_SIZE], contiguous
     weights,  # [NUM_EXPERTS, OUT_SIZE, IN_SIZE], contiguous; [NUM_EXPERTS, IN_SIZE, OUT_SIZE] if IS_TRANSPOSED
@@ -137,25 +157,12 @@ def expert_linear_kernel(
     If IS_FIRST, the row of a pair is that of its token, pair // TOP_K, and the output has the order of `order`. Else
     the rows have that order, and the output has the order of the pairs.
 
-    Which rows a program has follows from `starts`: the tiles of the experts are numbered one after the other. Programs
-    beyond the last tile do nothing.
+    Which rows a program has follows from `starts`: see `find_expert`. Programs beyond the last tile do nothing.
     """
-    tile = tl.program_id(1)
-    experts = tl.arange(0, EXPERT_WIDTH)
-    is_expert = experts < NUM_EXPERTS
-    begins = tl.load(starts + experts, mask=is_expert, other=0).to(tl.int32)
-    ends = tl.load(starts + 1 + experts, mask=is_expert, other=0).to(tl.int32)
-    num_tiles = (ends - begins + TILE_ROWS - 1) // TILE_ROWS
-    last_tiles = tl.cumsum(num_tiles, 0)
-    expert = tl.sum((last_tiles <= tile).to(tl.int32), 0)
+    expert, first, end = find_expert(starts, NUM_EXPERTS, EXPERT_WIDTH, TILE_ROWS)
     if expert >= NUM_EXPERTS:
         return
-    is_mine = experts == expert
-    first_tile = tl.sum(tl.where(is_mine, last_tiles - num_tiles, 0), 0)
-    begin = tl.sum(tl.where(is_mine, begins, 0), 0)
-    end = tl.sum(tl.where(is_mine, ends, 0), 0)
-
-    rows = begin + (tile - first_tile) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    rows = first + tl.arange(0, TILE_ROWS)
     is_row = rows < end
     pairs = tl.load(order + rows, mask=is_row, other=0)
     if IS_FIRST:

@@ -10,12 +10,13 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from replicas.model.checkpoint.quantized_linear import IQ4_VALUES, QuantizedLinear
+from replicas.model.checkpoint.quantized_linear import FP4_VALUES, IQ4_VALUES, QuantizedLinear
 from replicas.model.hardware.selfcheck import find_fault, relative_error
-from replicas.model.layers.panels import PANEL, PanelFormat, Panels, panel_linear
+from replicas.model.layers.experts import Routing
+from replicas.model.layers.panels import PANEL, PanelFormat, Panels, pack_panels, panel_linear
 from replicas.model.layers.triton_experts import ProductTile
 from replicas.model.layers.triton_kernels import add_parts_kernel
-from replicas.model.layers.triton_panel_kernels import panel_linear_kernel, widen_kernel
+from replicas.model.layers.triton_panel_kernels import panel_expert_kernel, panel_linear_kernel, widen_kernel
 
 _SUM_TILE = 1024
 _MOST_ROWS, _MOST_ROWS_OF_SLOW = 256, 64
@@ -26,6 +27,7 @@ _SCRATCH_NUMBERS = 2**27
 _MAX_PARTS = 16
 _MIN_PART_UNITS, _MIN_PART_INPUTS = 4, 512
 """Least of a part: with less a pipeline does not fill."""
+_NUM_TRIAL_OUTPUTS = 40
 INVARIANT_TILE = ProductTile(64, 64, 0, num_warps=4, num_stages=3)
 
 
@@ -65,6 +67,11 @@ def divide_panels(num_units: int, unit_inputs: int, out_size: int, num_rows: int
     most = max(1, min(_MAX_PARTS, wanted, num_units // max(_MIN_PART_UNITS, _MIN_PART_INPUTS // unit_inputs)))
     part_units = triton.cdiv(num_units, most)
     return PanelDivision(tile, triton.cdiv(num_units, part_units), part_units)
+
+
+def expert_tile(num_pairs: int, num_experts: int, itemsize: int) -> ProductTile:
+    """Return the tile for `num_pairs` rows among `num_experts` experts, with numbers of `itemsize` bytes."""
+    return panel_tile(triton.cdiv(num_pairs, num_experts), itemsize)
 
 
 def most_rows(panel_format: PanelFormat, unit_bytes: int) -> int:
@@ -109,6 +116,48 @@ class TritonPanels:
             self._widen(panels, wide, first // PANEL)
             pieces.append(functional.linear(rows, wide, None if bias is None else bias[outputs]))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+    def multiply_experts(
+        self, rows: Tensor, panels: Panels, biases: Tensor | None, order: Tensor, starts: Tensor, top_k: int, *,
+        is_first: bool,
+    ) -> Tensor:  # fmt: skip
+        """See `PanelProducts`. Weights are widened in registers for any number of rows."""
+        num_pairs, num_experts, out_size = len(order), len(panels.numbers), panels.num_outputs
+        tile = expert_tile(num_pairs, num_experts, rows.itemsize)
+        if self._is_batch_invariant and rows.itemsize <= 2:
+            tile = INVARIANT_TILE
+        output = rows.new_empty(num_pairs, out_size)
+        # Every expert with rows has a last tile that is not full, in the worst case.
+        num_tiles = num_pairs // tile.rows + min(num_experts, num_pairs)
+        panel_expert_kernel[(triton.cdiv(out_size, tile.columns), num_tiles)](
+            rows,
+            panels.numbers,
+            panels.scales,
+            self._or_none(panels.zero_points),
+            self._or_none(panels.table),
+            self._or_none(biases),
+            output,
+            order,
+            starts,
+            IN_SIZE=panels.num_inputs,
+            OUT_SIZE=out_size,
+            NUM_GROUPS=panels.num_groups,
+            NUM_EXPERTS=num_experts,
+            EXPERT_WIDTH=int(triton.next_power_of_2(num_experts)),
+            TOP_K=top_k,
+            IS_FIRST=is_first,
+            FORMAT=panels.format.value,
+            BYTES=panels.unit_bytes,
+            GROUP=panels.group_size,
+            MIDDLE=panels.middle,
+            HAS_ZERO_POINTS=panels.zero_points is not None,
+            HAS_BIAS=biases is not None,
+            TILE_ROWS=tile.rows,
+            TILE_COLUMNS=tile.columns,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        return output
 
     def widen(self, panels: Panels, dtype: torch.dtype) -> Tensor:
         """See `PanelProducts`."""
@@ -204,6 +253,21 @@ def _errors(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, flo
             rows = torch.randn(num_rows, dense.shape[1], generator=generator).to(dtype)
             expected = functional.linear(rows.float(), dense, bias.float())
             yield f"a product with {name}", relative_error(layer(rows.to(device)).float().cpu(), expected)
+        yield f"experts with {name}", _error_of_experts(products, weight, dtype)
+
+
+def _error_of_experts(products: TritonPanels, weight: QuantizedLinear, dtype: torch.dtype) -> float:
+    """Return the error of products of two tokens with one and two of three experts, which have parts of a weight."""
+    parts = [weight.rows(first, first + _NUM_TRIAL_OUTPUTS) for first in (0, 8, 16)]
+    panels = Panels.stack([pack_panels(part.to(products.device)) for part in parts])
+    routing = Routing.of(torch.tensor([[2, 0], [2, 1]], device=products.device), len(parts))
+    rows = torch.randn(2, panels.num_inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+    dense = [part.dense(torch.float32) for part in parts]
+    expected = torch.stack([dense[expert] @ rows[token].float() for token, expert in ((0, 2), (0, 0), (1, 2), (1, 1))])
+    found = products.multiply_experts(
+        rows.to(products.device), panels, None, routing.order, routing.starts, routing.top_k, is_first=True
+    )
+    return relative_error(found.float().cpu(), expected[routing.order.cpu()])
 
 
 def _trial_weights(generator: torch.Generator) -> Iterator[tuple[str, QuantizedLinear]]:
@@ -215,6 +279,8 @@ def _trial_weights(generator: torch.Generator) -> Iterator[tuple[str, QuantizedL
     table = torch.tensor(IQ4_VALUES, dtype=torch.float32)
     float8 = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
     yield "int4", QuantizedLinear(numbers & 15, scales, zero_points & 15, 4, inputs_per_scale=group)
+    float4 = torch.tensor(FP4_VALUES)
+    yield "fp4", QuantizedLinear(numbers & 15, scales, None, 4, inputs_per_scale=group, table=float4)
     yield "4 bits of a table", QuantizedLinear(numbers & 15, scales, None, 4, inputs_per_scale=group, table=table)
     yield "int8", QuantizedLinear(numbers, scales, zero_points, 8, inputs_per_scale=group)
     yield "fp8", QuantizedLinear(float8, scales[:, :1], None, 8, inputs_per_scale=shape[1])

@@ -14,6 +14,7 @@ from typing import Any
 
 from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError
+from replicas.model.checkpoint.expert_weights import find_expert_weights
 from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_offsets, has_panels, is_kept
 from replicas.model.hardware.processor import value_bytes_on_cpu
 from replicas.model.loading.checks import read_weights
@@ -29,7 +30,7 @@ _COMPILERS = ("g++", "c++")
 _JOINED = re.compile(r"\.(?:[qkv]|gate|up)_proj\.")
 """Parts of names by which weights differ that are joined to one layer."""
 _DENSE = re.compile(r"\.experts\.|\.kv_b_proj\.")
-"""Parts of names of weights that become dense: those of experts and of latent attention's heads."""
+"""Parts of names of weights that become dense on a CPU: those of experts and of latent attention's heads."""
 _LEAST_CACHE_BYTES = 64 * 2**20
 
 
@@ -156,10 +157,11 @@ def weights_on_gpu(directory: Path, dtype: str, value_bytes: int, *, keeps_bits:
         ModelLoadError: a file is missing or damaged.
     """
     weights = read_weights(directory)
+    names = {name for experts in find_expert_weights(weights).values() for name in experts.names()}
     kept = {
         name: weight
         for name, weight in weights.quantized.items()
-        if keeps_bits and has_panels(weight) and not _DENSE.search(name)
+        if keeps_bits and has_panels(weight) and (name in names or not _DENSE.search(name))
     }
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in kept.values())
     num_bytes = dense * value_bytes + sum(_panel_bytes(weight, weights) for weight in kept.values())
@@ -170,7 +172,7 @@ def _panel_bytes(weight: QuantizedWeight, weights: Weights) -> int:
     """Return the bytes of a weight in panels, apart from what fills the last ones."""
     layout = weight.layout
     scales = next(tensor for name, tensor in weight.parts.items() if "scale" in name or name == ".SCB")
-    scale_bytes = 2 if scales.dtype in ("F16", "BF16") else 4
+    scale_bytes = 2 if scales.dtype in ("F16", "BF16", "U8") else 4
     if has_offsets(weight, weights):
         scale_bytes += 4 if ".weight_minimum" in weight.parts else 1
     num_scales = layout.num_outputs * -(-layout.num_inputs // layout.inputs_per_scale)

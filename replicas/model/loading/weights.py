@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, Pretrain
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention.interface import ATTENTION_NAME, register_attention
+from replicas.model.checkpoint.expert_weights import DOWN, GATE_UP, ExpertWeights, find_expert_weights
 from replicas.model.checkpoint.formats import QuantizedWeight, Weights
 from replicas.model.checkpoint.lazy_weights import LazyWeight, WeightReader
+from replicas.model.layers.experts import are_experts
+from replicas.model.layers.kept_experts import kept_experts
 from replicas.model.layers.linear import KeptLinears
 from replicas.model.loading.checks import read_weights
 from replicas.text.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
@@ -56,29 +60,70 @@ def load_weights(
     weights = read_weights(directory)
     reader = WeightReader(weights, dtype)
     state = reader.lazy()
-    kept_weights = {} if kept is None else _kept_linears(weights, config, kept)
-    for name, weight in kept_weights.items():
+    linears, experts = ({}, {}) if kept is None else _kept_layers(weights, config, kept)
+    for name in {name for each in experts.values() for name in each.weights.names()}:
+        del state[name]
+    shapes = {name: weight.layout.shape for name, weight in linears.items()}
+    for name, shape in chain(shapes.items(), *(each.shapes.items() for each in experts.values())):
         # Zeros that share one number in memory; the layer is replaced below.
-        state[name] = LazyWeight(partial(torch.zeros(1, dtype=dtype, device=device).expand, weight.layout.shape))
+        state[name] = LazyWeight(partial(torch.zeros(1, dtype=dtype, device=device).expand, shape))
     loaded = _build(model, config, dtype, state, None if device.type == "cpu" else str(device))
-    for name, weight in kept_weights.items():
+    for name, weight in linears.items():
         assert kept is not None
         linear = loaded.get_submodule(name.removesuffix(".weight"))
         loaded.set_submodule(
             name.removesuffix(".weight"), kept.make(reader.quantized(weight), linear.bias, linear.weight.dtype)
         )
+    for name, each in experts.items():
+        assert kept is not None and kept.products is not None
+        original = loaded.get_submodule(name)
+        loaded.set_submodule(name, kept_experts(original, each.weights, reader.quantized, kept.products))
     with contextlib.suppress(OSError):  # There is no such file, or it cannot be read: the config's values stay.
         loaded.generation_config = GenerationConfig.from_pretrained(directory)
-    return LoadedWeights(loaded, weights.description(str(dtype).removeprefix("torch."), kept_weights))
+    kept_names = {*linears, *(name for each in experts.values() for name in each.weights.names())}
+    return LoadedWeights(loaded, weights.description(str(dtype).removeprefix("torch."), kept_names))
 
 
-def _kept_linears(weights: Weights, config: PretrainedConfig, kept: KeptLinears) -> dict[str, QuantizedWeight]:
-    """Return the weights of linear layers that keep their bits, by name."""
-    if not any(kept.keeps(weight) for weight in weights.quantized.values()):
-        return {}
-    modules = model_without_values(config).named_modules()
-    linears = {f"{name}.weight" for name, module in modules if type(module) is nn.Linear}
-    return {name: weight for name, weight in weights.quantized.items() if name in linears and kept.keeps(weight)}
+@dataclass(frozen=True, slots=True)
+class _KeptExperts:
+    """Weights of experts that keep their bits, and the shapes of the dense ones, by name."""
+
+    weights: ExpertWeights
+    shapes: Mapping[str, torch.Size]
+
+
+def _kept_layers(
+    weights: Weights, config: PretrainedConfig, kept: KeptLinears
+) -> tuple[dict[str, QuantizedWeight], dict[str, _KeptExperts]]:
+    """Return the weights of linear layers that keep their bits, by their names, and those of experts, by modules."""
+    kept_weights = {name: weight for name, weight in weights.quantized.items() if kept.keeps(weight)}
+    if not kept_weights:
+        return {}, {}
+    modules = dict(model_without_values(config).named_modules())
+    linears = {
+        name: weight
+        for name, weight in kept_weights.items()
+        if type(modules.get(name.removesuffix(".weight"))) is nn.Linear
+    }
+    found = {} if kept.products is None else find_expert_weights(weights)
+    experts = {name: _KeptExperts(each, _shapes_of(modules[name], name)) for name, each in found.items()
+               if name in modules and _fits(modules[name], each)}  # fmt: skip
+    return linears, experts
+
+
+def _shapes_of(experts: nn.Module, name: str) -> dict[str, torch.Size]:
+    return {f"{name}.{layer}": experts.get_parameter(layer).shape for layer in (GATE_UP, DOWN)}
+
+
+def _fits(experts: nn.Module, weights: ExpertWeights) -> bool:
+    """Return True if a module has experts with the layers of `weights`."""
+    layers = (GATE_UP, weights.gate_up), (DOWN, weights.down)
+    return are_experts(experts) and all(
+        hasattr(experts, name)
+        and getattr(experts, name).numel()
+        == sum(weight.layout.num_outputs * weight.layout.num_inputs for parts in layer for weight in parts)
+        for name, layer in layers
+    )
 
 
 def _plain(config: PretrainedConfig) -> PretrainedConfig:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionPort
 from replicas.model.attention.probe import probe_attention
-from replicas.model.checkpoint.quantized_linear import IQ4_VALUES, QuantizedLinear
+from replicas.model.checkpoint.quantized_linear import FP4_VALUES, IQ4_VALUES, QuantizedLinear
 from replicas.model.layers import triton_panels
 from replicas.model.layers.linear import choose_panels, join_linears, kept_panels, plain_linear
 from replicas.model.layers.ops import TorchLayerOps
@@ -48,7 +48,7 @@ def every_code(kind: str, num_outputs: int, num_inputs: int) -> Tensor:
     """Return numbers of a kind, of which each code is among them if there is room."""
     codes = torch.randperm(num_outputs * num_inputs, generator=torch.Generator().manual_seed(1))
     codes = codes.view(num_outputs, num_inputs)
-    if kind in ("int4", "table"):
+    if kind in ("int4", "table", "fp4"):
         return (codes % 16).to(torch.uint8)
     codes = (codes % 256).to(torch.uint8)
     if kind == "fp8":
@@ -69,12 +69,13 @@ def weight_of(
         "minima": drawn(shape[0], num_groups, seed=3) * 8,
         "symmetric": torch.full_like(numbers[:, :num_groups], 8),
     }.get(kind)
-    table = torch.tensor(IQ4_VALUES).float() if kind == "table" else None
+    tables = {"table": IQ4_VALUES, "fp4": FP4_VALUES}
+    table = torch.tensor(tables[kind]).float() if kind in tables else None
     bits = 8 if kind in ("int8", "uint8", "fp8") else 4
     return QuantizedLinear(numbers, scales, zero_points, bits, inputs_per_scale=min(group, shape[1]), table=table)
 
 
-KINDS = ("symmetric", "int4", "minima", "table", "int8", "uint8", "fp8")
+KINDS = ("symmetric", "int4", "minima", "table", "fp4", "int8", "uint8", "fp8")
 # Outputs and inputs, and inputs of a scale: panels and units that are not full, and every size of a unit.
 SHAPES = [((70, 208), 16), ((64, 96), 32), ((70, 208), 64), ((70, 400), 128), ((40, 144), 10**6)]
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 
@@ -9,10 +10,14 @@ pytest.importorskip("triton")
 
 import triton
 
+from replicas.model.layers.panels import PanelFormat, unit_bytes
 from replicas.model.layers.triton_experts import choose_expert_tile
 from replicas.model.layers.triton_kernels import expert_linear_kernel
+from replicas.model.layers.triton_panel_kernels import panel_expert_kernel
+from replicas.model.layers.triton_panels import expert_tile
 from tests.model.attention.test_compile_matrix import DEVICES, Resources, resources
 from tests.model.attention.test_triton_compilation import EXACT, LLAMA, compiled, not_interpreted
+from tests.model.layers.test_panel_compilation import INSTRUCTION
 
 pytestmark = not_interpreted
 
@@ -70,6 +75,44 @@ def test_the_kernel_fits_the_device(name: str, kind: str, layer: str, capability
 def test_the_exact_kernel_compiles(kind: str, capability: int) -> None:
     taken, _ = compile_for(MIXTURES["gpt-oss-20b"], NUM_TOKENS[kind], True, capability, itemsize=4)
     assert taken.shared <= DEVICES[capability].shared_kib * 1024
+
+
+KEPT = {
+    "MXFP4": ("gpt-oss-20b", PanelFormat.FLOAT4, 32, "*bf16"),
+    "FP8 blocks": ("qwen3-30b-a3b", PanelFormat.FLOAT8, 128, "*fp32"),
+    "int4": ("deepseek-v2-lite", PanelFormat.INT4, 128, "*fp16"),
+}
+QUICK_KEPT = {("MXFP4", "decode", 90), ("FP8 blocks", "prefill", 80)}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "capability"),
+    [
+        cell if cell in QUICK_KEPT else pytest.param(*cell, marks=pytest.mark.deep)
+        for cell in product(KEPT, NUM_TOKENS, DEVICES)
+    ],
+)
+def test_the_kernel_of_kept_experts_fits_the_device(name: str, kind: str, capability: int) -> None:
+    mixture_name, panel_format, group, scales = KEPT[name]
+    mixture, device = MIXTURES[mixture_name], DEVICES[capability]
+    tile = expert_tile(NUM_TOKENS[kind] * mixture.top_k, mixture.num_experts, itemsize=2)
+    constants = {
+        "IN_SIZE": mixture.hidden, "OUT_SIZE": 2 * mixture.inner, "NUM_GROUPS": mixture.hidden // group,
+        "NUM_EXPERTS": mixture.num_experts, "EXPERT_WIDTH": triton.next_power_of_2(mixture.num_experts),
+        "TOP_K": mixture.top_k, "IS_FIRST": True, "FORMAT": panel_format.value, "BYTES": unit_bytes(group),
+        "GROUP": group, "MIDDLE": 8 if panel_format is PanelFormat.INT4 else 0, "HAS_ZERO_POINTS": False,
+        "HAS_BIAS": mixture.is_transposed, "TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns,
+    }  # fmt: skip
+    pointers = {"numbers": "*u8", "scales": scales, "zero_points": "*bf16", "table": "*bf16"}
+    kernel = compiled(
+        panel_expert_kernel, LLAMA, capability, constants, tile.num_warps, tile.num_stages, pointers=pointers
+    )
+    taken, ptx = resources(kernel), kernel.asm["ptx"]
+    assert taken.shared <= device.shared_kib * 1024
+    assert taken.stack == 0
+    assert taken.num_programs(device) >= (2 if kind == "decode" else 1)
+    assert INSTRUCTION[capability] in ptx
+    assert max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx))) > 0, "copies are waited for at once"
 
 
 def compile_for(
