@@ -72,12 +72,13 @@ class FusedExperts(nn.Module):
     """
 
     def __init__(self, original: Any, linear: ExpertLinear, kept: Mapping[str, Panels] | None = None) -> None:
-        """`kept` has weights in panels, by name, in place of the module's own."""
+        """`kept` has weights in panels, by name, in place of the module's own, which loses them."""
         super().__init__()
         self.original = original
         self._linear = linear
         self.kept = kept or {}
         for name, panels in self.kept.items():
+            delattr(original, name)
             for part, parameter in panels.parameters():
                 self.register_parameter(f"{name}_{part}", parameter)
 
@@ -104,7 +105,8 @@ class FusedExperts(nn.Module):
     def layer(self, name: str) -> ExpertLayer:
         """Return the linear layer of the experts' weights with this name."""
         biases = getattr(self.original, f"{name}_bias") if self.original.has_bias else None
-        return ExpertLayer(self.kept.get(name, getattr(self.original, name)), biases, self.original.is_transposed)
+        weights = self.kept[name] if name in self.kept else getattr(self.original, name)
+        return ExpertLayer(weights, biases, self.original.is_transposed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ def replace_experts(model: nn.Module, linear: ExpertLinear) -> str | None:
         (parent, name, child, FusedExperts(child, linear))
         for parent in model.modules()
         for name, child in parent.named_children()
-        if are_experts(child) and not isinstance(parent, FusedExperts)
+        if are_experts(child)
     ]
     for _, _, original, fused in replacements:
         fault = find_fault(_errors(original, fused), original.down_proj.dtype)

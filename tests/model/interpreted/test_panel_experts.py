@@ -15,7 +15,7 @@ import torch
 
 from replicas.model.checkpoint.quantized_linear import concatenate
 from replicas.model.layers.experts import ExpertLayer, FusedExperts, PanelExpertLinear, Routing
-from replicas.model.layers.panels import Panels, pack_panels
+from replicas.model.layers.panels import PanelLinear, Panels, pack_panels
 from replicas.model.layers.triton_panels import TritonPanels
 from replicas.model.loading.memory import weights_on_gpu
 from testkit.model.cached_checkpoints import cached_checkpoint
@@ -74,14 +74,16 @@ def test_kept_experts_give_the_tokens_of_the_dequantized_model(tmp_path: Path, n
     assert experts and all(module.kept.keys() == {"gate_up_proj", "down_proj"} for module in experts)
     found = weights_on_gpu(path, "float32", 4, keeps_bits=True)
     assert found.description == loaded.weights
-    padding = sum(_padding_bytes(panels) for module in experts for panels in module.kept.values())
+    linears = [module.panels for module in loaded.model.modules() if isinstance(module, PanelLinear)]
+    in_panels = [*linears, *(panels for module in experts for panels in module.kept.values())]
+    padding = sum(map(_padding_bytes, in_panels))
     assert found.num_bytes == pytest.approx(taken_bytes(loaded.model) - padding, rel=0.03)
     check_equals_generate(build_engine(loaded), path.parent / "dense", random_prompts((5, 9)), max_tokens=2)
 
 
 def _padding_bytes(panels: Panels) -> int:
     """Return the bytes that fill the last panels and units."""
-    numbers = len(panels.numbers) * panels.num_outputs * panels.num_inputs
+    numbers = math.prod(panels.scales.shape[:-2]) * panels.num_outputs * panels.num_inputs
     return panels.numbers.nbytes - numbers * panels.format.bits // 8
 
 
