@@ -5,7 +5,7 @@ Each launch depends only on sizes that the host knows, so a forward pass can be 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -196,7 +196,6 @@ class WorkList:
 class _WorkKey:
     """Properties of layers that share a list of pieces."""
 
-    is_decode: bool
     tile: TileShape
     window: int | None
     num_parts: int
@@ -210,7 +209,6 @@ class TritonAttention:
     slots: Tensor
     plan: AttentionPlan
     backend: TritonBackend
-    _work: dict[_WorkKey, WorkList] = field(default_factory=dict)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the call's keys and values, and return its output [num_tokens, num_query_heads, value_size]."""
@@ -239,8 +237,8 @@ class TritonAttention:
         """Return the pieces of a layer's work, which the first layer of a kind makes."""
         num_keys = group.longest if window is None else min(group.longest, window + tile.tokens + tile.keys)
         num_parts = self.backend.num_programs // shape.num_kv_heads if num_keys > _MIN_PART_KEYS else 0
-        key = _WorkKey(group is self.plan.decodes, tile, window, num_parts)
-        if key not in self._work:
+        key = _WorkKey(tile, window, num_parts)
+        if key not in group.work:
             part_keys = self.backend.part_keys
             bounds = (
                 PieceBounds.even(group, tile.tokens, num_parts)
@@ -250,9 +248,10 @@ class TritonAttention:
             pieces, split_tiles = (
                 group.chunks.new_empty(size, PIECE_FIELDS) for size in (bounds.num_pieces, bounds.num_split_tiles)
             )
-            self._work[key] = WorkList(pieces, split_tiles, bounds, num_parts, part_keys)
-            _plan(self._work[key], group, tile, window)
-        return self._work[key]
+            group.work[key] = WorkList(pieces, split_tiles, bounds, num_parts, part_keys)
+            _plan(group.work[key], group, tile, window)
+        work: WorkList = group.work[key]
+        return work
 
 
 class TritonBackend:

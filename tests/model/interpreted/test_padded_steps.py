@@ -76,9 +76,8 @@ def check(case: Case, seed: int, num_steps: int) -> None:
         numbers = torch.randn(getattr(caches[0][0], part).shape, generator=generator).to(case.dtype)
         for cache in caches:
             getattr(cache[0], part).copy_(numbers)
-    max_words = max(shape.num_words for shape in SHAPES)
     max_blocks = -(-LONGEST // case.block_size)
-    buffers = StepBuffers(max_words, MAX_NUM_SEQS, max_blocks, case.block_size, CPU)
+    buffers = StepBuffers(SHAPES, max_blocks, case.block_size, CPU)
     padding = StepPadding(SHAPES, case.block_size, max_blocks)
     backend = TritonBackend(rng.choice([0, 20]), compute_capability(CPU))
     for _ in range(num_steps):
@@ -91,7 +90,8 @@ def check(case: Case, seed: int, num_steps: int) -> None:
         assert torch.equal(inputs.position_ids[0, :num_tokens], plain.position_ids[0])
         if inputs.logits_rows is not None:
             assert inputs.logits_rows.tolist()[: len(plain.logits_rows)] == plain.logits_rows.tolist()
-        output = attended(backend.planned(caches[0], inputs.slots, inputs.plan), case, num_tokens)
+        (group,) = inputs.groups
+        output = attended(backend.planned(caches[0], group.slots, group.plan), case, num_tokens)
         expected = attended(backend(caches[1], plain), case, num_tokens)
         tolerance = 2e-3 if case.dtype.itemsize == 2 else 1e-5
         torch.testing.assert_close(output[:num_tokens], expected, atol=tolerance, rtol=tolerance)
