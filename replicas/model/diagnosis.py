@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
-from replicas.engine.config import EngineLimits, sequence_blocks
+from replicas.engine.config import GPU_BATCHED_TOKENS, EngineLimits, sequence_blocks
 from replicas.errors import ModelLoadError
 from replicas.model.attention.cpp import CppAttention, can_attend
 from replicas.model.attention.interface import AttentionPort
@@ -187,7 +187,8 @@ def memory_of(config: PretrainedConfig, dtype: torch.dtype, *, is_gpu: bool = Fa
     has_experts = any(isinstance(count, int) and count > 1 for count in counts)
     longest = choose_max_model_len(longest_of(config), None)
     groups = group_layers(layers, longest, dtype)
-    blocks = sequence_blocks(EngineLimits(), tuple(group.window for group in groups), is_asynchronous=is_gpu)
+    limits = EngineLimits(max_num_batched_tokens=GPU_BATCHED_TOKENS) if is_gpu else EngineLimits()
+    blocks = sequence_blocks(limits, tuple(group.window for group in groups), is_asynchronous=is_gpu)
     longest_bytes = blocks.num_blocks(longest) * bytes_of_block(groups, blocks.block_size, dtype)
     return ModelMemory(plain, quantized, longest, has_experts, slot_bytes, longest_bytes)
 
