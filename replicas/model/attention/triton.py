@@ -167,9 +167,11 @@ class PieceBounds:
         return cls(num_tiles + num_parts, max(1, num_split_tiles), (num_split_tiles + num_parts) * tile_tokens)
 
     @classmethod
-    def fixed(cls, group: ChunkGroup, tile_tokens: int, part_keys: int) -> PieceBounds:
-        """Return the bounds for parts that end at multiples of `part_keys`."""
-        num_tiles, most_parts = group.max_tiles(tile_tokens), -(-group.longest // part_keys)
+    def fixed(cls, group: ChunkGroup, tile_tokens: int, part_keys: int, num_keys: int) -> PieceBounds:
+        """Return the bounds for parts that end at multiples of `part_keys`. A tile sees at most `num_keys` keys."""
+        num_tiles = group.max_tiles(tile_tokens)
+        # The first key of a window may be the last one of a part.
+        most_parts = min(-(-group.longest // part_keys), 1 + -(-num_keys // part_keys))
         num_part_rows = group.num_tokens * most_parts if most_parts > 1 else 0
         return cls(num_tiles * most_parts, num_tiles, num_part_rows)
 
@@ -243,7 +245,7 @@ class TritonAttention:
             bounds = (
                 PieceBounds.even(group, tile.tokens, num_parts)
                 if part_keys is None
-                else PieceBounds.fixed(group, tile.tokens, part_keys)
+                else PieceBounds.fixed(group, tile.tokens, part_keys, num_keys)
             )
             pieces, split_tiles = (
                 group.chunks.new_empty(size, PIECE_FIELDS) for size in (bounds.num_pieces, bounds.num_split_tiles)
