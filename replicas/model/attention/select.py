@@ -124,6 +124,8 @@ def _refuse_flash(spec: AttentionSpec) -> None:
         raise ModelLoadError("it does not read a KV cache in 8 bits")
     if any(layer.has_values_in_keys for layer in spec.layers):
         raise ModelLoadError("it does not read latent keys")
+    if any(layer.window is not None and layer.window < spec.block_size for layer in spec.layers):
+        raise ModelLoadError(f"it reads keys before a window that is shorter than a block of {spec.block_size} tokens")
     FlashBackend(spec.dtype, spec.device)
 
 
