@@ -245,34 +245,32 @@ def test_many_random_steps_with_graphs_of_another_thread(gpu: RecordedGpu) -> No
     check_random_steps(gpu, limits, num_steps=200, min_changes=20)
 
 
-def test_the_state_of_recurrent_layers_is_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_few_steps(
+    gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch, architecture: str, num_steps: int
+) -> TorchModelRunner:
+    """Check the outputs of a small runner, without the measurement of its memory; return it."""
     monkeypatch.setattr(build, "_measure_on_cuda", lambda *_: MemoryUse(0, 0, 0, gpu.total_bytes))
     monkeypatch.setattr(build, "dummy_item", lambda start, num_tokens, size: dummy_item(3, min(num_tokens, 9), 8))
     limits = EngineLimits(max_num_seqs=2, max_num_batched_tokens=20, block_size=8)
-    loaded, plain = load("olmo_hybrid"), load("olmo_hybrid")
-    runner = in_thread(lambda: build_on(gpu, loaded, limits))
-    gpu.replacements()["set_sync_debug_mode"]("error")
-    with gpu:
-        outputs = steps_at_random(engine_of(runner, limits), num_steps=8)
-    expected = run(build_engine(plain), outputs)
-    check_same([output._replace(text="") for output in outputs.values()], [one._replace(text="") for one in expected])
-    assert gpu.replays and {"convolve", "advance"} <= gpu.names
-
-
-def test_block_tables_of_several_groups_are_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_measure_on_cuda", lambda *_: MemoryUse(0, 0, 0, gpu.total_bytes))
-    monkeypatch.setattr(build, "dummy_item", lambda start, num_tokens, size: dummy_item(3, min(num_tokens, 9), 8))
-    limits = EngineLimits(max_num_seqs=2, max_num_batched_tokens=20, block_size=8)
-    loaded, plain = load("qwen2-window"), load("qwen2-window")
+    loaded, plain = load(architecture), load(architecture)
     runner = in_thread(lambda: build_on(gpu, loaded, limits))
     gpu.replacements()["set_sync_debug_mode"]("error")
     with gpu:
         engine = engine_of(runner, limits)
-        outputs = steps_at_random(engine, num_steps=20)
+        outputs = steps_at_random(engine, num_steps)
     expected = run(build_engine(plain), outputs)
     check_same([output._replace(text="") for output in outputs.values()], [one._replace(text="") for one in expected])
-    assert gpu.replays and runner.windows == (24, 24, None)
-    assert engine.stats().num_free_blocks == runner.num_blocks
+    assert gpu.replays and engine.stats().num_free_blocks == runner.num_blocks
+    return runner
+
+
+def test_the_state_of_recurrent_layers_is_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_few_steps(gpu, monkeypatch, "olmo_hybrid", num_steps=8)
+    assert {"convolve", "advance"} <= gpu.names
+
+
+def test_block_tables_of_several_groups_are_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_few_steps(gpu, monkeypatch, "qwen2-window", num_steps=20).windows == (24, 24, None)
 
 
 async def test_the_engines_thread_captures_and_replays(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
