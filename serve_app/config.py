@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from replicas.engine.config import LOWERED_LIMITS, EngineLimits
+from replicas.engine.config import GPU_BATCHED_TOKENS, GPU_SEQS, LOWERED_LIMITS, EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
 from replicas.protocol import Band
@@ -66,8 +66,6 @@ PARTS = (
 _DEMO_MODEL_DIRECTORY = Path(__file__).resolve().parents[1] / "replicas" / "demo"
 
 _NUM_KNOWN_INGRESSES = 8
-_GPU_SEQS, _GPU_BATCHED_TOKENS = 256, 2048
-"""Defaults of `max_num_seqs` and `max_num_batched_tokens` with a GPU, with which an H200 was measured."""
 _PROMOTE_SHARE = 0.75
 """Share of `max_starvation_s` after which a request is promoted. The rest is for waiting for a free slot and computing
 the prompt."""
@@ -531,9 +529,9 @@ class HeadwayConfig(_SettingsOfParts):
         """Return the limits of steps; those that are not given depend on the device."""
         limits, given = {name: getattr(self, name) for name in LOWERED_LIMITS}, self.model_fields_set
         if self.num_gpus_per_replica and "max_num_batched_tokens" not in given:
-            limits["max_num_batched_tokens"] = _GPU_BATCHED_TOKENS
+            limits["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
         if self.num_gpus_per_replica and "max_num_seqs" not in given:
-            limits["max_num_seqs"] = min(_GPU_SEQS, max(1, limits["max_num_batched_tokens"] - 1))
+            limits["max_num_seqs"] = min(GPU_SEQS, max(1, limits["max_num_batched_tokens"] - 1))
         return limits
 
     def _part(self, part: type[Part], **given: object) -> Part:

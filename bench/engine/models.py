@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -63,6 +64,10 @@ LLAMA_1B = LlamaConfig(
     max_position_embeddings=8192,
     tie_word_embeddings=True,
 )
+GEMMA3_1B = Gemma3TextConfig(
+    hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
+    head_dim=256, vocab_size=262_144, max_position_embeddings=32_768, sliding_window=512, sliding_window_pattern=6,
+)  # fmt: skip
 
 SHAPES: dict[str, PretrainedConfig] = {
     "S": _SMOLLM2_135M,

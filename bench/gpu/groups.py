@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from bench.engine.engines import GREEDY
-from bench.engine.models import LLAMA_1B, random_model
+from bench.engine.models import GEMMA3_1B, LLAMA_1B, random_model
 from bench.gpu.device_time import StepTime, measure_decode, measure_prefill, release
 from bench.gpu.items import Group, Item, Outcome, Target
 from bench.gpu.model_checks import (
     AHEAD_ARCHITECTURES,
     ARCHITECTURES,
+    REPLAYED_ARCHITECTURES,
     Check,
     check_ahead,
     check_architecture,
@@ -44,6 +45,10 @@ COMPILED_ARCHITECTURES = ("gemma2-window", "gpt_oss-window", "qwen3_moe")
 TINY = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512,
     max_position_embeddings=512,
+)  # fmt: skip
+_TINY_GEMMA = Gemma3TextConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=512, max_position_embeddings=512, sliding_window=32, sliding_window_pattern=2,
 )  # fmt: skip
 
 _SAMPLED: Mapping[str, SamplingParams] = {
@@ -84,7 +89,8 @@ def _correctness(target: Target) -> Iterable[Group]:
     equals = [(name, partial(check_architecture, name, device, attention)) for name in names]
     models += [_checked(name, check, _ATTENTION_ADVICE) for name, check in equals]
     models += [_checked(f"{name} ahead", partial(check_ahead, name, device), _GRAPH_ADVICE) for name in ahead]
-    models += [_checked(f"{name} replayed", partial(check_replay, name, device), _GRAPH_ADVICE) for name in ahead[:1]]
+    replayed = REPLAYED_ARCHITECTURES[:1] if target.is_tiny else REPLAYED_ARCHITECTURES
+    models += [_checked(f"{name} replayed", partial(check_replay, name, device), _GRAPH_ADVICE) for name in replayed]
     large = LARGE_ARCHITECTURES[:1] if target.is_tiny else LARGE_ARCHITECTURES
     checks = [(f"{name}, large steps ahead", partial(check_ahead, name, device, is_large=True)) for name in large]
     models += [_checked(name, check, _GRAPH_ADVICE) for name, check in checks]
@@ -120,7 +126,8 @@ def _panel_times(target: Target) -> Outcome:
 
 def _times(target: Target) -> Iterable[Group]:
     runs = (
-        ("steps", _steps), ("prefill", _prefill), ("sampling", _sampling), ("recurrence", _recurrence),
+        ("steps", _steps), ("windows", _windows), ("prefill", _prefill), ("sampling", _sampling),
+        ("recurrence", _recurrence),
         ("batch-invariant steps", _invariant_steps), ("profile", _profile),
     )  # fmt: skip
     yield Group("times", "steps", tuple(Item(name, partial(run, target)) for name, run in runs))
@@ -316,6 +323,18 @@ def _steps(target: Target) -> Outcome:
     times.append(measure_decode(runner, sizes[1], context, SamplingParams(max_tokens=8, top_p=0.95)))
     times += [measure_prefill(runner, num_tokens) for num_tokens in chunks]
     return Outcome(None, _shown(times), {"steps": list(map(asdict, times))})
+
+
+def _windows(target: Target) -> Outcome:
+    """Time decodes of Gemma 3 1B's shape, whose layers have several block tables."""
+    config, dtype = (_TINY_GEMMA, torch.float32) if target.is_tiny else (GEMMA3_1B, torch.bfloat16)
+    limits = EngineLimits(max_num_seqs=64, max_num_batched_tokens=256 if target.is_tiny else 2048)
+    runner = build_runner(random_model(config, dtype, target.device), limits, RunnerOptions(kv_cache_bytes=2**24))
+    warm_up(runner, limits)
+    sizes, context = ((1, 4), 100) if target.is_tiny else ((1, 64), 4096)
+    times = [measure_decode(runner, size, context, GREEDY) for size in sizes]
+    detail = f"{len(runner.windows)} tables; {_shown(times)}"
+    return Outcome(len(runner.windows) > 1, detail, {"steps": list(map(asdict, times))})
 
 
 def _shown(times: Iterable[StepTime]) -> str:

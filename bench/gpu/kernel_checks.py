@@ -42,6 +42,7 @@ LAYERS = {
     "llama-3.2-1b": Case(heads=(32, 8), sizes=(64, 64), scale=0.125),
     "qwen2.5-0.5b": Case(heads=(14, 2), sizes=(64, 64), scale=0.125),
     "gemma2-9b": Case(heads=(16, 8), sizes=(256, 256), window=200, softcap=50.0, scale=0.0625),
+    "gemma4-31b-whole": Case(heads=(32, 4), sizes=(512, 512), scale=0.044),
     "gpt-oss-20b": Case(heads=(64, 8), sizes=(64, 64), window=128, has_sinks=True, scale=0.125),
     "deepseek-v3": Case(heads=(128, 1), sizes=(576, 512), scale=0.07, has_values_in_keys=True),
     "deepseek-v3-expanded": Case(heads=(16, 16), sizes=(192, 128), scale=0.07),

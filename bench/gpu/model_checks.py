@@ -41,6 +41,7 @@ ARCHITECTURES = (
     "qwen3",
     "gemma2-window",
     "gemma3_text-window",
+    "gemma4_text-window",
     "gpt2",
     "phi3",
     "qwen3_moe",
@@ -58,11 +59,13 @@ AHEAD_ARCHITECTURES = (
     "mistral-window",
     "gemma2-window",
     "gpt_oss-window",
+    "gemma4_text-window",
     "qwen3_moe",
     "deepseek_v3",
     "qwen3_5_text-16",
     "nemotron_h",
 )
+REPLAYED_ARCHITECTURES = ("llama", "gemma2-window")
 # Two logits this close may swap between two orders of summation in float32.
 NEAR_TIE = 1e-3
 
@@ -109,14 +112,14 @@ def check_architecture(
     architecture: str, device: Device, attention: str = "auto", *, compile_layers: bool = False
 ) -> Check:
     """Check that batched and chunked float32 output on `device` equals transformers' `generate()` there."""
-    prompts = random_prompts((5, 33, 60, 90))
+    prompts, sizes = random_prompts((5, 33, 60, 90)), Sizes(num_blocks=128, gives_back=True)
     with tempfile.TemporaryDirectory() as directory:
         path = write_checkpoint(Path(directory), architecture, with_tokenizer=False)
         reference = reference_model(path).to(device)
         expected = reference_tokens(reference, prompts, max_tokens=24)
         loaded = load(path, device=device, compile_layers=compile_layers)
-        loaded.port.recurrent.backend = choose_states(loaded.state_spec(Sizes().block_size))
-        engine = build_engine(loaded, Sizes(), choose_attention(loaded.attention_spec(Sizes().block_size), attention))
+        loaded.port.recurrent.backend = choose_states(loaded.state_spec(sizes.block_size))
+        engine = build_engine(loaded, sizes, choose_attention(loaded.attention_spec(sizes.block_size), attention))
         outputs = tokens(engine, prompts, SamplingParams(max_tokens=24, temperature=0.0))
     gaps = []
     for prompt, output, other in zip(prompts, outputs, expected, strict=True):

@@ -11,6 +11,8 @@ from replicas.settings import check_bounds, setting
 
 LOWERED_LIMITS = ("max_num_seqs", "max_num_batched_tokens")
 """Limits that follow the size of the KV cache where they are not chosen."""
+GPU_SEQS, GPU_BATCHED_TOKENS = 256, 2048
+"""Defaults of `max_num_seqs` and `max_num_batched_tokens` with a GPU, with which an H200 was measured."""
 _LEAST_SEQ_TOKENS = 128
 """Tokens of the KV cache for each of so many sequences as run together: about those of a short request. With fewer,
 most sequences would be preempted before their end."""

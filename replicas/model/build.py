@@ -12,8 +12,8 @@ from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import LOWERED_LIMITS, EngineLimits
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionBackend
-from replicas.model.attention.kv_cache import KVCache, num_tensors
-from replicas.model.attention.layer_groups import bytes_of_block, grouped_cache
+from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.layer_groups import bytes_of_block, grouped_cache, num_cache_tensors
 from replicas.model.attention.select import FlashAndTriton, choose_attention
 from replicas.model.attention.state_cache import StateCache, bytes_per_slot
 from replicas.model.attention.state_select import choose_states
@@ -160,6 +160,7 @@ class _GraphBuilder:
             limits.max_num_batched_tokens,
             self._max_mixed,
             has_states=bool(self._loaded.state_layers),
+            num_tables=len(cache.groups),
         )
         graphs = GraphRunner(self._loaded, cache, self._attention, shapes)
         self._is_possible = graphs.capture(self._stream)
@@ -207,7 +208,8 @@ def _room_on_cuda(
         return Room(0, str(error))
     cache_dtype = choose_cache_dtype(options.kv_cache_dtype, loaded.dtype)
     share = f"gpu_memory_utilization ({options.gpu_memory_utilization} of {min(1.0, options.num_gpus):g} GPU)"
-    return Room(use.cache_bytes(num_tensors(loaded.layers, cache_dtype)), f"{share} {use}")
+    num_tensors = num_cache_tensors(loaded.layer_groups(cache_dtype), cache_dtype)
+    return Room(use.cache_bytes(num_tensors), f"{share} {use}")
 
 
 def _measure_on_cuda(
@@ -219,7 +221,7 @@ def _measure_on_cuda(
 ) -> MemoryUse:
     """Measure the largest steps and the graphs over a cache that has the scratch block alone."""
     cache_dtype = choose_cache_dtype(options.kv_cache_dtype, loaded.dtype)
-    scratch = KVCache(loaded.layers, 0, limits.block_size, cache_dtype, loaded.device)
+    scratch = grouped_cache(loaded.layer_groups(cache_dtype), 0, limits.block_size, cache_dtype, loaded.device)
     if loaded.state_layers:
         scratch.states = StateCache(loaded.state_layers, 0, limits.block_size, loaded.dtype, loaded.device)
     counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device)

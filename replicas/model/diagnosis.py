@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
-from replicas.engine.config import EngineLimits, sequence_blocks
+from replicas.engine.config import GPU_BATCHED_TOKENS, EngineLimits, sequence_blocks
 from replicas.errors import ModelLoadError
 from replicas.model.attention.cpp import CppAttention, can_attend
 from replicas.model.attention.interface import AttentionPort
-from replicas.model.attention.kv_cache import AttentionLayer, LayerGroup, bytes_per_block
+from replicas.model.attention.kv_cache import AttentionLayer, bytes_per_block
 from replicas.model.attention.layer_groups import bytes_of_block, group_layers
 from replicas.model.attention.probe import dry_forward, probe_shapes
 from replicas.model.attention.select import check_attention, choose_attention
@@ -175,7 +175,7 @@ def _gpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
 
 
 def memory_of(config: PretrainedConfig, dtype: torch.dtype, *, is_gpu: bool = False) -> ModelMemory:
-    """Compute a model's memory from its config, on a CPU or a GPU."""
+    """Compute a model's memory from its config. On a GPU steps are scheduled ahead."""
     text = config.get_text_config(decoder=True)
     model = model_without_values(config).to(torch.bfloat16)  # torch has no grouped product of float32 there.
     store_latents(model)
@@ -186,8 +186,9 @@ def memory_of(config: PretrainedConfig, dtype: torch.dtype, *, is_gpu: bool = Fa
     counts = (value for name, value in text.to_dict().items() if name.startswith("n") and name.endswith("experts"))
     has_experts = any(isinstance(count, int) and count > 1 for count in counts)
     longest = choose_max_model_len(longest_of(config), None)
-    groups = (LayerGroup(tuple(layers), None),) if is_gpu else group_layers(layers, longest, dtype)
-    blocks = sequence_blocks(EngineLimits(), tuple(group.window for group in groups), is_asynchronous=False)
+    groups = group_layers(layers, longest, dtype)
+    limits = EngineLimits(max_num_batched_tokens=GPU_BATCHED_TOKENS) if is_gpu else EngineLimits()
+    blocks = sequence_blocks(limits, tuple(group.window for group in groups), is_asynchronous=is_gpu)
     longest_bytes = blocks.num_blocks(longest) * bytes_of_block(groups, blocks.block_size, dtype)
     return ModelMemory(plain, quantized, longest, has_experts, slot_bytes, longest_bytes)
 

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from replicas.engine.batch import ItemResult, ScheduledBatch, StepResults
 from replicas.model.attention.gather import GatherAttention
-from replicas.model.attention.interface import AttentionBackend, AttentionContext
+from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache
-from replicas.model.attention.layer_groups import GroupedAttention
+from replicas.model.attention.layer_groups import attention_by_group
 from replicas.model.attention.state_torch import TorchStates
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, no_tokens
 from replicas.model.cuda_graphs.graphs import GraphRunner
-from replicas.model.cuda_graphs.padding import StepPadding
 from replicas.model.hardware.device import cache_dtype_name
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.planner import FlatPass, PlannedStep, StepMessage, StepPlanner
@@ -94,9 +93,8 @@ class TorchModelRunner:
         self._graphs = graphs
         self.counts_tokens = counts is not None
         """True if penalties need no token on the host."""
-        padding = None if graphs is None else StepPadding(graphs.shapes, cache.block_size, graphs.max_blocks)
         slots = None if counts is None else CountSlots(*counts.table.shape)
-        self.planner = StepPlanner(loaded, cache, padding, slots)
+        self.planner = StepPlanner(loaded, cache, None if graphs is None else graphs.padding(), slots)
         """Planner of the messages."""
         self._sampler = Sampler(counts)
         self._no_tokens = self._last_tokens = no_tokens(loaded.device)
@@ -196,11 +194,8 @@ class TorchModelRunner:
     def _logits(self, flat: FlatPass, on_device: DeviceBuffer) -> Tensor:
         """Return logits [num_rows, vocab_size] of the rows that the pass needs, in the model's dtype."""
         inputs = flat.inputs.place(on_device)
-        attention: AttentionContext = (
-            GroupedAttention(self._attention, self._cache, inputs)
-            if inputs.more
-            else self._attention(self._cache, inputs)
-        )
+        contexts = [self._attention(self._cache, of_group) for of_group in (inputs, *inputs.more)]
+        attention = attention_by_group(self._cache.groups, contexts)
         states = None if self._cache.states is None else self._states(self._cache.states, inputs)
         ids, positions = inputs.input_ids, inputs.position_ids
         return self._loaded.logits(attention, ids, positions, inputs.logits_rows, states)

@@ -162,6 +162,10 @@ def attention_outputs(
         for item, numbers in known:
             slots = build_inputs([item], case.block_size, device).slots
             cache[0].write(slots, numbers.keys[: item.end], numbers.values[: item.end])
+    for owner, (start, _) in zip(owners, case.chunks, strict=True):
+        # Blocks behind the window were given back. Block 0 in their places holds NaN.
+        num_unseen = 0 if case.window is None else max(0, start + 1 - case.window) // case.block_size
+        owner.block_table[:num_unseen] = [0] * num_unseen
     items = [
         ScheduledSequence.of(owner, start, end - start) for owner, (start, end) in zip(owners, case.chunks, strict=True)
     ]
@@ -247,7 +251,7 @@ def flash_attn_with_kvcache(
     """Compute what the function of this name in `flash_attn_interface` documents; the package needs a GPU.
 
     Shapes: `q` [total_q, heads, size], caches [num_pages, page_size, kv_heads, size]. Returns attention [total_q,
-    heads, value_size]; the last queries of a sequence see all its keys.
+    heads, value_size]; the last queries of a sequence see all its keys. Whole tiles of 128 keys are read.
     """
     for numbers in (cache_seqlens, page_table, cu_seqlens_q):
         assert numbers.dtype == torch.int32 and numbers.is_contiguous()
@@ -262,5 +266,8 @@ def flash_attn_with_kvcache(
         keys, values = (part[page_table[index].long()].flatten(0, 1)[:length] for part in (k_cache, v_cache))
         window = None if window_size[0] < 0 else window_size[0] + 1
         scoring = Scoring(softmax_scale, softcap or None)
-        output[start:end] = attend_by_definition(q[start:end], keys, values, scoring, window).to(q.dtype)
+        first = 0 if window is None else max(0, length - (end - start) + 1 - window) // 128 * 128
+        hidden = 0.0 * values[first:].double().sum()
+        attended = attend_by_definition(q[start:end], keys[first:], values[first:], scoring, window)
+        output[start:end] = (attended + hidden).to(q.dtype)
     return output

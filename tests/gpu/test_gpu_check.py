@@ -87,6 +87,13 @@ class AnyModel:
     is_batch_invariant: bool = False
 
 
+@dataclass(frozen=True)
+class AnyRunner:
+    """Stand-in for a runner of which measurements look at the block tables alone."""
+
+    windows: tuple[int | None, ...] = (512, None)
+
+
 def test_every_prediction_names_a_figure_that_the_check_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measurements of a GPU, with stand-ins for what is timed."""
     kernel_times = pytest.importorskip("bench.gpu.kernel_times")
@@ -98,7 +105,7 @@ def test_every_prediction_names_a_figure_that_the_check_prints(monkeypatch: pyte
         return device_time.StepTime(f"prefill {num_tokens}", num_tokens, 1.0, 1.0, 1.0)
 
     for module in (gpu_groups, kernel_times):
-        for name, stand_in in (("random_model", lambda *_: AnyModel()), ("build_runner", lambda *_: None),
+        for name, stand_in in (("random_model", lambda *_: AnyModel()), ("build_runner", lambda *_: AnyRunner()),
                                ("measure_decode", decode), ("release", lambda: None)):  # fmt: skip
             monkeypatch.setattr(module, name, stand_in)
     monkeypatch.setattr(gpu_groups, "warm_up", lambda *_: None)
@@ -117,8 +124,9 @@ def test_every_prediction_names_a_figure_that_the_check_prints(monkeypatch: pyte
     monkeypatch.setattr(
         kernel_times, "measure_recurrence", lambda _, layers: {name: dict.fromkeys(sizes, 1.0) for name in layers}
     )
-    measured = {("steps", "steps"), ("steps", "prefill"), ("steps", "sampling"), ("steps", "batch-invariant steps"),
-                ("steps", "recurrence"), ("decodes", "decodes"), ("panels", "products")}  # fmt: skip
+    measured = {("steps", "steps"), ("steps", "windows"), ("steps", "prefill"), ("steps", "sampling"),
+                ("steps", "batch-invariant steps"), ("steps", "recurrence"), ("decodes", "decodes"),
+                ("panels", "products")}  # fmt: skip
     panel_times = pytest.importorskip("bench.gpu.panel_times")
     monkeypatch.setattr(panel_times, "measure_panels", lambda *_, **__: [
         panel_times.PanelTime(form, f"{number} rows", 1.0, 1.0)

@@ -8,8 +8,9 @@ devices and layers with sinks.
 from __future__ import annotations
 
 import importlib
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +33,9 @@ Write = Callable[[LayerCache, Tensor, AttentionCall], None]
 class VarlenPlan:
     """Plan of a flat batch of chunks, as FlashAttention's call with variable lengths takes it."""
 
-    tables: Tensor  # [num_chunks, num_blocks] int32: each sequence's blocks, padded with any valid block
+    tables: Tensor
+    """[num_chunks, num_blocks] int32: each sequence's blocks, padded with any valid block. In the places of blocks
+    behind a window is the sequence's first block, since the package reads whole tiles of keys."""
     num_keys: Tensor  # [num_chunks] int32: number of keys that the last token of each chunk sees
     first_rows: Tensor  # [num_chunks + 1] int32: first row of each chunk in the flat batch, then the number of rows
     longest_chunk: int
@@ -99,11 +102,17 @@ def _write_plainly(layer: LayerCache, slots: Tensor, call: AttentionCall) -> Non
     layer.write(slots, call.key, call.value)
 
 
+def _own(table: array[int]) -> array[int]:
+    """Return the table with its first block also in the places of those that were given back."""
+    num_missing = next((index for index, block in enumerate(table) if block), 0)
+    return array("i", [table[num_missing]]) * num_missing + table[num_missing:]
+
+
 def _plan(chunks: Sequence[Chunk], device: torch.device) -> VarlenPlan:
     """Return the plan of a flat batch. The copies to the device are asynchronous."""
-    last = chunks[-1]
+    last, owning = chunks[-1], [replace(chunk, block_table=_own(chunk.block_table)) for chunk in chunks]
     return VarlenPlan(
-        tables=place(padded_tables(chunks), len(chunks), device),
+        tables=place(padded_tables(owning), len(chunks), device),
         num_keys=place([chunk.end for chunk in chunks], len(chunks), device).flatten(),
         first_rows=place(
             [*(chunk.row for chunk in chunks), last.row + last.num_tokens], len(chunks) + 1, device

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from replicas.model.attention.interface import AttentionBackend, AttentionCall, AttentionContext
+from replicas.model.attention.interface import AttentionCall, AttentionContext
 from replicas.model.attention.kv_cache import (
     AttentionLayer,
     KVCache,
     LayerGroup,
     bytes_per_block,
     is_quantized,
+    num_tensors,
     with_cache,
 )
-from replicas.model.batch.inputs import BatchInputs
 
 _MAX_GROUPS = 16
 """Most groups: each costs the host time in every step."""
@@ -138,19 +138,25 @@ def grouped_cache(
     return columns.shared_by(groups)
 
 
+def num_cache_tensors(groups: Sequence[LayerGroup], dtype: torch.dtype) -> int:
+    """Return the number of tensors of a cache of `groups`."""
+    owners = _owners(groups)
+    return num_tensors(owners if len(groups) == 1 else owners[: groups[0].num_columns], dtype)
+
+
 def _owners(groups: Sequence[LayerGroup]) -> list[AttentionLayer]:
     return with_cache(layer for group in groups for layer in group.layers)
 
 
-class GroupedAttention:
-    """Attention of one forward pass over several groups of layers, each with inputs and a context of its own."""
+def attention_by_group(groups: Sequence[LayerGroup], contexts: Sequence[AttentionContext]) -> AttentionContext:
+    """Return the attention of a forward pass in which each group of layers has a context of its own."""
+    return contexts[0] if len(contexts) == 1 else _GroupedAttention(groups, contexts)
 
-    def __init__(self, backend: AttentionBackend, cache: KVCache, inputs: BatchInputs) -> None:
-        contexts = [backend(cache, of_group) for of_group in (inputs, *inputs.more)]
-        self._contexts: dict[int, AttentionContext] = {
-            layer.index: context
-            for group, context in zip(cache.groups, contexts, strict=True)
-            for layer in group.layers
+
+class _GroupedAttention:
+    def __init__(self, groups: Sequence[LayerGroup], contexts: Sequence[AttentionContext]) -> None:
+        self._contexts = {
+            layer.index: context for group, context in zip(groups, contexts, strict=True) for layer in group.layers
         }
 
     def attend(self, call: AttentionCall) -> Tensor:

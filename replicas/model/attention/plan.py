@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +29,15 @@ class ChunkGroup:
     A chunk of no tokens takes no rows. With -1 in the place of the row in `tables`, the chunk's rows belong to no
     sequence: their output is zeros, and no key is read.
     """
-    tables: Tensor  # [num_sequences, num_blocks] int32: each sequence's blocks; the cells after them are undefined
+    tables: Tensor
+    """[num_sequences, num_blocks] int32: each sequence's blocks. The cells after them, and those of blocks behind the
+    layers' window, are undefined."""
     num_tokens: int
     """Upper bound of the tokens of all chunks together."""
     longest: int
     """Upper bound of the keys that a token of these chunks sees."""
+    work: dict[Any, Any] = field(default_factory=dict)
+    """Lists that a backend has made from the chunks; copies of this group with other tables share them."""
 
     def max_tiles(self, tokens_per_tile: int) -> int:
         """Return an upper bound of the tiles of at most `tokens_per_tile` tokens that the chunks are cut into."""

@@ -124,6 +124,8 @@ def _refuse_flash(spec: AttentionSpec) -> None:
         raise ModelLoadError("it does not read a KV cache in 8 bits")
     if any(layer.has_values_in_keys for layer in spec.layers):
         raise ModelLoadError("it does not read latent keys")
+    if any(layer.window is not None and layer.window < spec.block_size for layer in spec.layers):
+        raise ModelLoadError(f"it reads keys before a window that is shorter than a block of {spec.block_size} tokens")
     FlashBackend(spec.dtype, spec.device)
 
 
@@ -162,7 +164,8 @@ def check_attention(
     """Return a description of the first fault of one of `candidates`; None if there is none.
 
     The check compiles all kernels that serving needs. Unused cache slots hold NaN, so a candidate that reads them
-    fails, even if it multiplies them by zero. Layers of the same shape are checked once.
+    fails, even if it multiplies them by zero; and so does block 0, which is in the places of blocks behind a window.
+    Layers of the same shape are checked once.
     """
     # Two implementations may round a number in 8 bits to different neighbours.
     return find_fault(_errors(spec, candidates, schedule), torch.bfloat16 if spec.quantized_cache else spec.dtype)
@@ -194,7 +197,7 @@ def _calls(
 
     sinks = draw(layer.num_query_heads) if layer.has_sinks else None
     for chunks in schedule:
-        items = [_item(spec, index, start, end, num_blocks) for index, (start, end) in enumerate(chunks)]
+        items = [_item(spec, layer, index, chunk, num_blocks) for index, chunk in enumerate(chunks)]
         num_tokens = sum(item.num_tokens for item in items)
         key, value = (draw(num_tokens, layer.num_kv_heads, size) for size in (layer.key_size, layer.value_size))
         call = AttentionCall(
@@ -209,10 +212,14 @@ def _calls(
         yield build_inputs(items, spec.block_size, spec.device), call
 
 
-def _item(spec: AttentionSpec, index: int, start: int, end: int, num_blocks: int) -> ScheduledSequence:
-    """Return a chunk of sequence `index`. The sequence's block ids descend."""
+def _item(
+    spec: AttentionSpec, layer: AttentionLayer, index: int, chunk: tuple[int, int], num_blocks: int
+) -> ScheduledSequence:
+    """Return a chunk [start, end) of sequence `index`. The sequence's block ids descend."""
+    start, end = chunk
     item = dummy_item(start, end - start, spec.block_size)
-    item.sequence.block_table = [num_blocks * (index + 1) - i for i in range(num_blocks)]
+    num_unseen = 0 if layer.window is None else max(0, start + 1 - layer.window) // spec.block_size
+    item.sequence.block_table = [0 if i < num_unseen else num_blocks * (index + 1) - i for i in range(num_blocks)]
     return item
 
 

@@ -5,7 +5,7 @@ Each launch depends only on sizes that the host knows, so a forward pass can be 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -167,9 +167,11 @@ class PieceBounds:
         return cls(num_tiles + num_parts, max(1, num_split_tiles), (num_split_tiles + num_parts) * tile_tokens)
 
     @classmethod
-    def fixed(cls, group: ChunkGroup, tile_tokens: int, part_keys: int) -> PieceBounds:
-        """Return the bounds for parts that end at multiples of `part_keys`."""
-        num_tiles, most_parts = group.max_tiles(tile_tokens), -(-group.longest // part_keys)
+    def fixed(cls, group: ChunkGroup, tile_tokens: int, part_keys: int, num_keys: int) -> PieceBounds:
+        """Return the bounds for parts that end at multiples of `part_keys`. A tile sees at most `num_keys` keys."""
+        num_tiles = group.max_tiles(tile_tokens)
+        # The first key of a window may be the last one of a part.
+        most_parts = min(-(-group.longest // part_keys), 1 + -(-num_keys // part_keys))
         num_part_rows = group.num_tokens * most_parts if most_parts > 1 else 0
         return cls(num_tiles * most_parts, num_tiles, num_part_rows)
 
@@ -196,7 +198,6 @@ class WorkList:
 class _WorkKey:
     """Properties of layers that share a list of pieces."""
 
-    is_decode: bool
     tile: TileShape
     window: int | None
     num_parts: int
@@ -210,7 +211,6 @@ class TritonAttention:
     slots: Tensor
     plan: AttentionPlan
     backend: TritonBackend
-    _work: dict[_WorkKey, WorkList] = field(default_factory=dict)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the call's keys and values, and return its output [num_tokens, num_query_heads, value_size]."""
@@ -239,20 +239,21 @@ class TritonAttention:
         """Return the pieces of a layer's work, which the first layer of a kind makes."""
         num_keys = group.longest if window is None else min(group.longest, window + tile.tokens + tile.keys)
         num_parts = self.backend.num_programs // shape.num_kv_heads if num_keys > _MIN_PART_KEYS else 0
-        key = _WorkKey(group is self.plan.decodes, tile, window, num_parts)
-        if key not in self._work:
+        key = _WorkKey(tile, window, num_parts)
+        if key not in group.work:
             part_keys = self.backend.part_keys
             bounds = (
                 PieceBounds.even(group, tile.tokens, num_parts)
                 if part_keys is None
-                else PieceBounds.fixed(group, tile.tokens, part_keys)
+                else PieceBounds.fixed(group, tile.tokens, part_keys, num_keys)
             )
             pieces, split_tiles = (
                 group.chunks.new_empty(size, PIECE_FIELDS) for size in (bounds.num_pieces, bounds.num_split_tiles)
             )
-            self._work[key] = WorkList(pieces, split_tiles, bounds, num_parts, part_keys)
-            _plan(self._work[key], group, tile, window)
-        return self._work[key]
+            group.work[key] = WorkList(pieces, split_tiles, bounds, num_parts, part_keys)
+            _plan(group.work[key], group, tile, window)
+        work: WorkList = group.work[key]
+        return work
 
 
 class TritonBackend:

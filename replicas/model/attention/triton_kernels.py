@@ -242,9 +242,12 @@ def attend_kernel(
     if not HAS_SCALES:
         queries = queries.to(cached_keys.dtype.element_ty)
         rest_queries = rest_queries.to(cached_keys.dtype.element_ty)
+    first_seen = begin
+    if HAS_WINDOW:
+        first_seen = tl.maximum(begin, first_position + 1 - window)
     values, highest, total = _attend_keys(
         queries, rest_queries, first_position + tokens, begin, end, cached_keys, cached_values, key_scales,
-        value_scales, tables + table_row * table_stride, head // HEADS_PER_KEY, scale, softcap, window,
+        value_scales, tables + table_row * table_stride, head // HEADS_PER_KEY, scale, softcap, window, first_seen,
         NUM_KV_HEADS // HEADS_PER_KEY, KEY_SIZE, VALUE_SIZE, KEY_WIDTH, VALUE_WIDTH, REST_WIDTH, BLOCK_SIZE, TILE_ROWS,
         TILE_KEYS, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, IS_FLOAT8,
     )  # fmt: skip
@@ -282,6 +285,7 @@ def _attend_keys(
     scale,
     softcap,
     window,
+    first_seen,
     NUM_KV_HEADS: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
@@ -299,7 +303,8 @@ def _attend_keys(
     """Compute the online softmax over the keys at positions [begin, end) in one pass, with powers of two.
 
     Returns the sums of weighted values [TILE_ROWS, VALUE_WIDTH], not yet divided by the sums of weights; the largest
-    score per row (0 if no key is visible); and the sum of weights per row. No key outside [begin, end) is read.
+    score per row (0 if no key is visible); and the sum of weights per row. No key outside [first_seen, end) is read,
+    nor is its place in the table: what was behind the window may belong to another sequence.
     """
     key_columns = tl.arange(0, KEY_WIDTH)
     value_columns = tl.arange(0, VALUE_WIDTH)
@@ -308,7 +313,7 @@ def _attend_keys(
     values = tl.zeros([TILE_ROWS, VALUE_WIDTH], tl.float32)
     for start in range(begin, end, TILE_KEYS):
         keys_at = start + tl.arange(0, TILE_KEYS)
-        is_key = keys_at < end
+        is_key = _is_read(keys_at, first_seen, end, HAS_WINDOW)
         block = tl.load(table + keys_at // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         slot = (block * BLOCK_SIZE + keys_at % BLOCK_SIZE) * NUM_KV_HEADS + head
         if REST_WIDTH:
@@ -371,6 +376,14 @@ def _attend_keys(
     if HAS_SCALES and not IS_FLOAT8:
         values *= 1.0 / _INT8_FACTOR
     return values, tl.where(highest == float("-inf"), 0.0, highest), total
+
+
+@triton.jit
+def _is_read(keys_at, first_seen, end, HAS_WINDOW: tl.constexpr):
+    is_read = keys_at < end
+    if HAS_WINDOW:
+        is_read &= keys_at >= first_seen
+    return is_read
 
 
 @triton.jit

@@ -183,16 +183,20 @@ class GroupPlan:
 
 
 def _tables(items: Items[ScheduledSequence], number: int, factor: int) -> list[array[int]]:
-    """Return copies of the items' block tables for the group of this number, with block ids times `factor`.
+    """Return copies of the items' block tables for the group of this number, with block ids times `factor`."""
+    tables = []
+    for item in items:
+        table = table_of(item.sequence, number)
+        tables.append(array("i", table if factor == 1 else [block * factor for block in table]))
+    return tables
+
+
+def table_of(sequence: Sequence, number: int) -> list[int]:
+    """Return a sequence's block table for the group of layers of this number.
 
     Dummy sequences have one table for all groups.
     """
-    tables = []
-    for item in items:
-        sequence = item.sequence
-        table = sequence.more_tables[number - 1] if number and sequence.more_tables else sequence.block_table
-        tables.append(array("i", table if factor == 1 else [block * factor for block in table]))
-    return tables
+    return sequence.more_tables[number - 1] if number and sequence.more_tables else sequence.block_table
 
 
 def flat_slots(items: Items[ScheduledSequence], tables: Items[Items[int]], block_size: int) -> list[int]:

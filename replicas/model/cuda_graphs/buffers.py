@@ -5,8 +5,9 @@ Block tables stay on the device too. Each step sends only the new blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,14 +20,21 @@ from replicas.model.cuda_graphs.padding import PaddedPlan, StepShape
 
 
 @dataclass(frozen=True, slots=True)
+class StaticGroup:
+    """Inputs for one group of layers."""
+
+    slots: Tensor  # [num_tokens] int64
+    plan: AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
 class StaticInputs:
     """Inputs of a forward pass. Tokens without a sequence write to the scratch block."""
 
     input_ids: Tensor  # [1, num_tokens] int64, gathered from the buffers in each pass
     position_ids: Tensor  # [1, num_tokens] int64
-    slots: Tensor  # [num_tokens] int64
     logits_rows: Tensor | None  # [num_rows] int64: tokens whose logits are computed; None: all
-    plan: AttentionPlan
+    groups: tuple[StaticGroup, ...]
     states: StatePlan | None
     """Plan of recurrent layers; None: the model has none."""
 
@@ -37,13 +45,14 @@ class StepBuffers:
     The device works in launch order, so a step reads its own inputs and not those of a later one.
     """
 
-    def __init__(self, max_words: int, max_rows: int, max_blocks: int, block_size: int, device: torch.device) -> None:
-        """Allocate buffers for shapes of `max_words` words, and `max_rows` sequences of at most `max_blocks` blocks."""
+    def __init__(self, shapes: Items[StepShape], max_blocks: int, block_size: int, device: torch.device) -> None:
+        """Allocate buffers for `shapes`, and sequences of at most `max_blocks` blocks in each table."""
+        max_rows = max(shape.num_rows for shape in shapes)
         self._longest = max_blocks * block_size
-        self._words = torch.zeros(max_words, dtype=torch.int64, device=device)
+        self._words = torch.zeros(max(shape.num_words for shape in shapes), dtype=torch.int64, device=device)
         self._last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         """The tokens of the step before are at the end, as a placeholder is an index from there."""
-        self._tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(shapes[0].num_tables, max_rows, max_blocks, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_rows, device=device)
 
     def load(self, plan: PaddedPlan, on_device: DeviceBuffer) -> None:
@@ -55,22 +64,31 @@ class StepBuffers:
 
     def inputs(self, shape: StepShape) -> StaticInputs:
         """Return the inputs of a step of `shape`. Its operations are part of the captured forward pass."""
-        ids, positions, slots, *others = torch.split(self._words[: shape.num_words], list(shape.columns))
+        ids, positions, *parts = torch.split(self._words[: shape.num_words], list(shape.columns))
+        slots, others = parts[: shape.num_tables], parts[shape.num_tables :]
         input_ids = known_ids(ids, self._last_tokens)
         if shape.num_chunks == 0:
             rows = self._rows[: shape.num_tokens]
             decodes, logits_rows = torch.stack([rows, positions, torch.ones_like(rows), others[0]], dim=1), None
-            plan = AttentionPlan(self._group(decodes, shape.num_tokens))
+            plans = self._plans(self._group(decodes, shape.num_tokens))
             of_states = [(decodes, others[1])]
         else:
             logits_rows, decodes, chunks = others[0], others[1].view(-1, 4), others[2].view(-1, 4)
-            plan = AttentionPlan(self._group(decodes, shape.num_rows), self._group(chunks, shape.num_tokens))
+            plans = self._plans(self._group(decodes, shape.num_rows), self._group(chunks, shape.num_tokens))
             of_states = [(decodes, others[3]), (chunks, others[4])]
         states = _state_plan(of_states, shape) if shape.has_states else None
-        return StaticInputs(input_ids[None], positions[None], slots, logits_rows, plan, states)
+        groups = tuple(map(StaticGroup, slots, plans))
+        return StaticInputs(input_ids[None], positions[None], logits_rows, groups, states)
 
     def _group(self, chunks: Tensor, num_tokens: int) -> ChunkGroup:
-        return ChunkGroup(chunks.int(), self._tables, num_tokens, self._longest)
+        return ChunkGroup(chunks.int(), self._tables[0], num_tokens, self._longest)
+
+    def _plans(self, decodes: ChunkGroup, prefills: ChunkGroup | None = None) -> Iterator[AttentionPlan]:
+        """Yield the plan of each group of layers. They have the same chunks."""
+        for tables in self._tables:
+            yield AttentionPlan(
+                replace(decodes, tables=tables), None if prefills is None else replace(prefills, tables=tables)
+            )
 
 
 def _state_plan(groups: Items[tuple[Tensor, Tensor]], shape: StepShape) -> StatePlan:

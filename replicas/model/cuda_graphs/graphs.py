@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionContext
 from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.layer_groups import attention_by_group
 from replicas.model.attention.plan import AttentionPlan, StatePlan
 from replicas.model.attention.recurrent import StateContext
 from replicas.model.attention.state_cache import StateCache
 from replicas.model.batch.transfers import DeviceBuffer
 from replicas.model.cuda_graphs.buffers import StepBuffers
-from replicas.model.cuda_graphs.padding import PaddedPlan, StepShape
+from replicas.model.cuda_graphs.padding import PaddedPlan, StepPadding, StepShape
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.sampling.sampler import SampledTokens, sample_greedy
 
@@ -63,16 +65,23 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def step_shapes(
-    max_num_seqs: int, max_num_batched_tokens: int, max_mixed: int = SMALL_MIXED, *, has_states: bool = False
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_mixed: int = SMALL_MIXED,
+    *,
+    has_states: bool = False,
+    num_tables: int = 1,
 ) -> tuple[StepShape, ...]:
     """Return the shapes to capture: those of decodes, then those of steps with prompts, each in order of size.
 
-    `max_mixed` is the number of tokens of the largest step with prompts; `has_states` is true for recurrent layers.
+    `max_mixed` is the number of tokens of the largest step with prompts; `has_states` is true for recurrent layers. A
+    sequence has `num_tables` block tables.
     """
+    decodes = partial(StepShape.decodes, has_states=has_states, num_tables=num_tables)
+    mixed = partial(StepShape.mixed, max_num_seqs=max_num_seqs, has_states=has_states, num_tables=num_tables)
     largest = min(max_num_batched_tokens, max_mixed)
     sizes = [size for size in _MIXED_SIZES if size < largest]
-    mixed = (StepShape.mixed(size, max_num_seqs, has_states=has_states) for size in (*sizes, largest) if size > 1)
-    return (*(StepShape.decodes(size, has_states=has_states) for size in bucket_sizes(max_num_seqs)), *mixed)
+    return (*map(decodes, bucket_sizes(max_num_seqs)), *(mixed(size) for size in (*sizes, largest) if size > 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +112,17 @@ class GraphRunner:
         self._attention = attention
         self._states: PlannedStates | None = getattr(loaded.port.recurrent.backend, "planned", None)
         self.shapes = tuple(shapes)
-        self.max_blocks = -(-loaded.max_model_len // cache.block_size)
-        """Most blocks of one sequence."""
+        # A multiple of 4, so that each table begins at a multiple of 16 bytes.
+        self._max_blocks = -(-loaded.max_model_len // cache.block_size // 4) * 4
         self._max_rows = max(shape.num_rows for shape in shapes)
-        max_words = max(shape.num_words for shape in shapes)
-        self._buffers = StepBuffers(max_words, self._max_rows, self.max_blocks, cache.block_size, loaded.device)
+        self._buffers = StepBuffers(shapes, self._max_blocks, cache.block_size, loaded.device)
         self._logits: Tensor | None = None
         self._graphs: dict[StepShape, _Graph] = {}
+
+    def padding(self) -> StepPadding:
+        """Return a new planner of the steps."""
+        factors = [group.layers_per_column for group in self._cache.groups]
+        return StepPadding(self.shapes, self._cache.block_size, self._max_blocks, factors)
 
     @property
     def num_graphs(self) -> int:
@@ -169,7 +182,8 @@ class GraphRunner:
 
     def _compute(self, shape: StepShape) -> StepOutputs:
         inputs = self._buffers.inputs(shape)
-        context = self._attention(self._cache, inputs.slots, inputs.plan)
+        contexts = [self._attention(self._cache, group.slots, group.plan) for group in inputs.groups]
+        context = attention_by_group(self._cache.groups, contexts)
         states = None
         if inputs.states is not None:
             assert self._states is not None and self._cache.states is not None, "the model has recurrent layers"

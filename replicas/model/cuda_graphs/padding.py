@@ -13,7 +13,7 @@ from torch import Tensor
 
 from replicas.engine.batch import BatchColumns, StateMove
 from replicas.model.attention.plan import STATE_SLOTS, state_fields
-from replicas.model.batch.inputs import FlatBatch, LastRows, newest_ids
+from replicas.model.batch.inputs import FlatBatch, LastRows, newest_ids, table_of
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 
 
@@ -28,31 +28,35 @@ class StepShape:
     """Most sequences of several tokens; 0: every token is a decode that samples."""
     has_states: bool = False
     """True if the inputs have the slots of recurrent state."""
+    num_tables: int = 1
+    """Block tables of a sequence, one for each group of layers."""
 
     @classmethod
-    def decodes(cls, num_rows: int, *, has_states: bool = False) -> StepShape:
+    def decodes(cls, num_rows: int, *, has_states: bool = False, num_tables: int = 1) -> StepShape:
         """Return the shape of `num_rows` decodes."""
-        return cls(num_rows, num_rows, 0, has_states)
+        return cls(num_rows, num_rows, 0, has_states, num_tables)
 
     @classmethod
-    def mixed(cls, num_tokens: int, max_num_seqs: int, *, has_states: bool = False) -> StepShape:
+    def mixed(cls, num_tokens: int, max_num_seqs: int, *, has_states: bool = False, num_tables: int = 1) -> StepShape:
         """Return the shape of steps of `num_tokens` tokens of any sequences."""
-        return cls(num_tokens, min(num_tokens, max_num_seqs), min(num_tokens // 2, max_num_seqs), has_states)
+        num_rows, num_chunks = min(num_tokens, max_num_seqs), min(num_tokens // 2, max_num_seqs)
+        return cls(num_tokens, num_rows, num_chunks, has_states, num_tables)
 
     @property
     def columns(self) -> tuple[int, ...]:
         """Number of words of each part of the inputs.
 
-        The parts are token ids, positions and slots, one for each token, and then for decodes their rows in the block
-        tables, for others the rows of the logits, the chunks of one token, and the longer ones. The padding is one more
-        chunk. With recurrent state follow the slots of each decode, and the slots and snapshots of each longer chunk.
+        The parts are token ids, positions and for each block table slots, one for each token, and then for decodes
+        their rows in the block tables, for others the rows of the logits, the chunks of one token, and the longer ones.
+        The padding is one more chunk. With recurrent state follow the slots of each decode, and the slots and snapshots
+        of each longer chunk.
         """
-        slots = 2 * self.num_rows * self.has_states
+        of_tokens, slots = (self.num_tokens,) * (2 + self.num_tables), 2 * self.num_rows * self.has_states
         if self.num_chunks == 0:
-            return (*(self.num_tokens,) * 4, slots)
+            return (*of_tokens, self.num_rows, slots)
         chunks = self.num_chunks + 1
         longer = STATE_SLOTS * chunks * self.has_states
-        return (*(self.num_tokens,) * 3, self.num_rows, 4 * self.num_rows, 4 * chunks, slots, longer)
+        return (*of_tokens, self.num_rows, 4 * self.num_rows, 4 * chunks, slots, longer)
 
     @property
     def num_words(self) -> int:
@@ -68,7 +72,7 @@ class BlockTableUpdate:
     blocks: Span  # [num_new_blocks]: the block ids for these cells
 
     def apply(self, tables: Tensor, on_device: DeviceBuffer) -> None:
-        """Write the new blocks to `tables` [num_rows, num_blocks] int32."""
+        """Write the new blocks to `tables` [num_tables, num_rows, num_blocks] int32."""
         if self.cells:
             tables.view(-1).index_copy_(0, on_device.ints(self.cells), on_device.ints(self.blocks).to(tables.dtype))
 
@@ -88,15 +92,18 @@ class PaddedPlan:
 class BlockTableRows:
     """Rows of the block tables on the device, with a copy of what the planned steps write there.
 
-    A running sequence has the row of its column in the engine's table.
+    A running sequence has the row of its column in the engine's table, in the tables of all groups of layers. A block
+    has its number in the tensors of the group: its id times the group's factor.
 
     Invariants:
         After the planned steps a row holds the blocks of its last owner that are recorded as written. The cells after
-        them are undefined. Whoever cannot run a planned step calls `forget`.
+        them, and those of blocks that the owner has given back, are undefined. Whoever cannot run a planned step calls
+        `forget`.
     """
 
-    def __init__(self, num_rows: int, num_columns: int) -> None:
-        self.tables = np.zeros((num_rows, num_columns), np.int64)
+    def __init__(self, num_rows: int, num_columns: int, factors: Items[int] = (1,)) -> None:
+        self.tables = np.zeros((len(factors), num_rows, num_columns), np.int64)
+        self._factors = factors
         self._admissions = np.zeros(num_rows, np.int64)
         """Number of the admission of each row's owner; 0: it has none, or one that does not run."""
         self._num_written = np.zeros(num_rows, np.int64)
@@ -109,18 +116,20 @@ class BlockTableRows:
         blocks: list[int] = []
         for index in (num_written < num_blocks).nonzero()[0].tolist():
             row, first, end = rows.item(index), num_written.item(index), num_blocks.item(index)
-            # A sequence's table only grows until the sequence is preempted.
-            new_blocks = columns.sequences[index].block_table[first:end]
-            self.tables[row, first:end] = new_blocks
-            cells.extend(range(row * self.tables.shape[1] + first, row * self.tables.shape[1] + end))
-            blocks.extend(new_blocks)
+            for number, factor in enumerate(self._factors):
+                # A sequence's table only grows until the sequence is preempted.
+                new_blocks = [block * factor for block in table_of(columns.sequences[index], number)[first:end]]
+                self.tables[number, row, first:end] = new_blocks
+                first_cell = (number * self.tables.shape[1] + row) * self.tables.shape[2]
+                cells.extend(range(first_cell + first, first_cell + end))
+                blocks.extend(new_blocks)
         self._admissions[rows] = np.maximum(columns.admissions, 0)
         self._num_written[rows] = num_blocks
         return BlockTableUpdate(to_device.ints(cells), to_device.ints(blocks))
 
     def slots(self, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-        """Return the slot of each of `positions` in the tables of `rows`."""
-        slots: np.ndarray = self.tables[rows, positions // block_size] * block_size + positions % block_size
+        """Return the slots of `positions` in the tables of `rows`, [num_tables, num_positions]."""
+        slots: np.ndarray = self.tables[:, rows, positions // block_size] * block_size + positions % block_size
         return slots
 
     def forget(self) -> None:
@@ -131,16 +140,16 @@ class BlockTableRows:
 class StepPadding:
     """Planner of padded passes. It knows the rows of the block tables that stay on the device."""
 
-    def __init__(self, shapes: Items[StepShape], block_size: int, max_blocks: int) -> None:
-        """Make a planner for `shapes`, in order of size, and sequences of at most `max_blocks` blocks.
+    def __init__(self, shapes: Items[StepShape], block_size: int, max_blocks: int, factors: Items[int] = (1,)) -> None:
+        """Make a planner for `shapes`, in order of size, and sequences of at most `max_blocks` blocks in each table.
 
-        The shapes are those of decodes, then the others.
+        The shapes are those of decodes, then the others. `factors` are those of the groups of layers.
         """
         self._decode_shapes = [shape for shape in shapes if shape.num_chunks == 0]
         self._mixed_shapes = [shape for shape in shapes if shape.num_chunks > 0]
         self._max_rows = self._decode_shapes[-1].num_rows
         self._block_size = block_size
-        self._rows = BlockTableRows(self._max_rows, max_blocks)
+        self._rows = BlockTableRows(self._max_rows, max_blocks, factors)
 
     def forget(self) -> None:
         """Forget the contents of the block tables, after a step that could not run."""
@@ -179,7 +188,7 @@ class StepPadding:
         table_rows = np.full(shape.num_tokens, -1)
         table_rows[: len(rows)] = rows
         slots = self._rows.slots(rows, positions, self._block_size)
-        parts = newest_ids(columns, len(rows), last_rows), positions, slots, table_rows
+        parts = newest_ids(columns, len(rows), last_rows), positions, *slots, table_rows
         return *parts, _words_of((move.source, move.target) for move in _states_of(columns, shape))
 
     def _mixed(self, columns: BatchColumns, shape: StepShape, last_rows: LastRows) -> tuple[np.ndarray, ...]:
@@ -191,7 +200,7 @@ class StepPadding:
         is_single = columns.num_tokens == 1
         padding = (num_tokens, 0, shape.num_tokens - num_tokens, -1)
         longer = np.append(chunks[~is_single], padding)
-        parts = batch.input_ids, batch.positions, slots, batch.logits_rows, chunks[is_single].ravel(), longer
+        parts = batch.input_ids, batch.positions, *slots, batch.logits_rows, chunks[is_single].ravel(), longer
         moves = list(zip(is_single.tolist(), _states_of(columns, shape), strict=False))
         return (
             *parts,

@@ -114,12 +114,7 @@ class LoadedModel:
         return logits
 
     def layer_groups(self, cache_dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-        """Return the groups of layers, each with block tables of its own, in a KV cache of `cache_dtype`.
-
-        On a GPU there is one group: the block tables in CUDA graphs belong to all layers.
-        """
-        if self.device.type == "cuda":
-            return (LayerGroup(self.layers, None),)
+        """Return the groups of layers, each with block tables of its own, in a KV cache of `cache_dtype`."""
         return group_layers(self.layers, self.max_model_len, cache_dtype)
 
     def attention_spec(self, block_size: int, cache_dtype: torch.dtype | None = None) -> AttentionSpec:

@@ -52,6 +52,8 @@ LAYERS: dict[str, tuple[LayerShape, dict[str, bool]]] = {
     "mistral-7b": (shape(8, 4, 128), WINDOW),
     "gemma-2b": (shape(1, 8, 256), {}),
     "gemma-2-9b": (shape(8, 2, 256), CAPPED),
+    "gemma-4-31b": (shape(16, 2, 256), WINDOW),
+    "gemma-4-31b-whole": (shape(4, 8, 512), {}),
     "phi-2": (shape(32, 1, 80), {}),
     "phi-3-mini": (shape(32, 1, 96), WINDOW),
     "gpt2": (shape(12, 1, 64), {}),

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.engine.models import GEMMA3_1B
 from replicas.model.attention.kv_cache import AttentionLayer, bytes_per_block, with_cache
 from replicas.model.attention.layer_groups import bytes_of_block, group_layers, grouped_cache
+from replicas.model.diagnosis import memory_of
 
 CPU = torch.device("cpu")
 LONGEST = 131_072
@@ -92,3 +94,12 @@ def test_a_layer_that_sees_all_keys_of_a_windowed_one_keeps_them() -> None:
         for layer in group.layers
     }
     assert windows == {0: 8, 1: None, 2: 8, 3: 8, 4: None}
+
+
+@pytest.mark.parametrize(("is_gpu", "num_ahead"), [(False, 512), (True, 2 * 2048)])
+def test_the_memory_of_a_long_request_counts_windows_and_the_steps_ahead(is_gpu: bool, num_ahead: int) -> None:
+    memory = memory_of(GEMMA3_1B, torch.bfloat16, is_gpu=is_gpu)
+    num_window_blocks = 1 - (1 - 512 - num_ahead) // 16
+    # Six groups of four layers have the window, and the last group sees all tokens.
+    num_blocks = 6 * num_window_blocks + 32_768 // 16
+    assert memory.kv_bytes_of_longest == num_blocks * 4 * 16 * memory.kv_bytes_per_token // 26

@@ -30,7 +30,7 @@ from testkit.model.engine_runs import (
 from testkit.model.paged_cases import KINDS, MIXTURES, TOLERANCES, Case, flash_attn_with_kvcache, largest_error
 
 CPU = torch.device("cpu")
-SERVED = {name: kind for name, kind in KINDS.items() if not kind.has_sinks}
+SERVED = {name: kind for name, kind in KINDS.items() if not kind.has_sinks and name != "window-of-1"}
 
 
 @pytest.fixture
@@ -108,6 +108,12 @@ def test_flash_is_not_called_where_it_would_end_the_process(
     assert isinstance(on_a_gpu("auto", dtype, capability), Decodes)
     with pytest.raises(ModelLoadError, match="it is not made for"):
         on_a_gpu("flash", dtype, capability)
+
+
+def test_flash_does_not_serve_windows_shorter_than_a_block() -> None:
+    spec = AttentionSpec((KINDS["window-of-1"].layer,), 16, 512, torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(ModelLoadError, match="shorter than a block of 16 tokens"):
+        choose_attention(spec, "flash")
 
 
 def test_missing_flash_attention_is_named(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

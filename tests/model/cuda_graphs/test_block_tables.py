@@ -1,6 +1,7 @@
 """Tables that stay on the device hold every sequence's blocks through arrival, growth, preemption and end."""
 
 import random
+from itertools import chain
 
 import pytest
 import torch
@@ -8,17 +9,28 @@ import torch
 from replicas.engine.batch import BatchColumns, ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.engine.sequence_table import SequenceTable
+from replicas.model.batch.inputs import table_of
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.padding import BlockTableRows
 from replicas.protocol import GenerateRequest, SamplingParams
 
-NUM_ROWS, NUM_COLUMNS = 5, 12
+NUM_ROWS, NUM_COLUMNS, FACTORS = 5, 12, (1, 3)
 NO_TOKENS = no_tokens(torch.device("cpu"))
 
 
 def make_sequence(number: int) -> Sequence:
     request = GenerateRequest(str(number), (1,) * 40, SamplingParams(max_tokens=9))
-    return Sequence(request, arrival_s=0.0, deadline_s=None, arrival_index=number)
+    sequence = Sequence(request, arrival_s=0.0, deadline_s=None, arrival_index=number)
+    sequence.more_tables = [[]]
+    return sequence
+
+
+def tables_of(sequence: Sequence) -> list[list[int]]:
+    return [sequence.block_table, *sequence.more_tables]
+
+
+def block_tables() -> BlockTableRows:
+    return BlockTableRows(NUM_ROWS, NUM_COLUMNS, FACTORS)
 
 
 def running(num_sequences: int) -> list[Sequence]:
@@ -36,25 +48,29 @@ def come_and_go(rng: random.Random, table: SequenceTable, sequence: Sequence) ->
     num_running = NUM_ROWS - len(table._free)
     if sequence.row is not None and rng.random() < 0.15:
         table.leave(sequence)
-        sequence.block_table = []
+        sequence.block_table, sequence.more_tables = [], [[]]
     elif sequence.row is None and num_running < NUM_ROWS and rng.random() < 0.5:
         table.enter(sequence)
     for _ in range(rng.choice([0, 0, 1, 3])):
         if sequence.row is not None and len(sequence.block_table) < NUM_COLUMNS:
-            sequence.block_table.append(rng.randrange(1, 1000))
+            for blocks in tables_of(sequence):
+                blocks.append(rng.randrange(1, 1000))
+    if rng.random() < 0.3:  # A block behind a window is given back.
+        blocks = rng.choice(tables_of(sequence))
+        blocks[: blocks.count(0) + 1] = [0] * min(len(blocks), blocks.count(0) + 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_sequences_row_holds_its_table(seed: int) -> None:
     rng, table = random.Random(seed), SequenceTable(NUM_ROWS)
     sequences = [make_sequence(number) for number in range(12)]
-    rows, tables = BlockTableRows(NUM_ROWS, NUM_COLUMNS), torch.zeros(NUM_ROWS, NUM_COLUMNS, dtype=torch.int32)
+    rows, tables = block_tables(), torch.zeros(len(FACTORS), NUM_ROWS, NUM_COLUMNS, dtype=torch.int32)
     for _ in range(200):
         for sequence in sequences:
             come_and_go(rng, table, sequence)
         present = [sequence for sequence in sequences if sequence.row is not None]
         probe = make_sequence(99)  # It does not run, as those of a warm-up.
-        probe.block_table = [rng.randrange(1, 1000)]
+        probe.block_table, probe.more_tables = [rng.randrange(1, 1000)], []  # One table for all groups.
         chosen = rng.sample(present, rng.randint(0, len(present)))
         columns = columns_of([*chosen, probe] if len(chosen) < NUM_ROWS else chosen)
         to_device = HostToDeviceBuffer()
@@ -65,26 +81,28 @@ def test_each_sequences_row_holds_its_table(seed: int) -> None:
         update.apply(tables, DeviceBuffer.of(to_device.words, NO_TOKENS))
         assert len(set(columns.rows.tolist())) == len(columns.sequences)
         for sequence, row in zip(columns.sequences, columns.rows.tolist(), strict=True):
-            assert tables[row, : len(sequence.block_table)].tolist() == sequence.block_table
-            assert rows.tables[row, : len(sequence.block_table)].tolist() == sequence.block_table
+            for number, factor in enumerate(FACTORS):
+                for index, block in enumerate(table_of(sequence, number)):
+                    written = {int(some[number, row, index]) for some in (tables, rows.tables)}
+                    assert block == 0 or written == {factor * block}
 
 
 def test_a_steady_batch_sends_new_blocks_alone() -> None:
-    rows, sequences = BlockTableRows(NUM_ROWS, NUM_COLUMNS), running(3)
+    rows, sequences = block_tables(), running(3)
     num_sent = []
     for step in range(4):
-        for sequence in sequences:
-            sequence.block_table.append(1 + step)
+        for blocks in chain(*map(tables_of, sequences)):
+            blocks.append(1 + step)
         num_sent.append(len(rows.update(columns_of(sequences), HostToDeviceBuffer()).blocks))
-    assert num_sent == [3, 3, 3, 3]
+    assert num_sent == [6, 6, 6, 6]
 
 
 def test_sequences_that_take_turns_send_new_blocks_alone() -> None:
-    rows, sequences = BlockTableRows(NUM_ROWS, NUM_COLUMNS), running(NUM_ROWS)
+    rows, sequences = block_tables(), running(NUM_ROWS)
     num_sent = []
     for step in range(6):
         turn = sequences[step % 2 :: 2]
-        for sequence in turn:
-            sequence.block_table.append(1 + step)
+        for blocks in chain(*map(tables_of, turn)):
+            blocks.append(1 + step)
         num_sent.append(len(rows.update(columns_of(turn), HostToDeviceBuffer()).blocks))
-    assert num_sent == [3, 2] * 3
+    assert num_sent == [6, 4] * 3

@@ -19,7 +19,7 @@ from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
 from replicas.model import build
 from replicas.model.attention import state_triton, triton
-from replicas.model.attention.kv_cache import bytes_per_block
+from replicas.model.attention.layer_groups import bytes_of_block, num_cache_tensors
 from replicas.model.attention.plan import StatePlan
 from replicas.model.attention.state_cache import LayerStates, bytes_per_slot
 from replicas.model.attention.state_triton import TritonStateBackend
@@ -157,19 +157,23 @@ def load(architecture: str = "llama") -> LoadedModel:
 
 
 def build_on(gpu: RecordedGpu, loaded: LoadedModel, limits: EngineLimits) -> TorchModelRunner:
-    """Move a model to the recorded device, and build its runner with graphs and a cache of 40 blocks."""
+    """Move a model to the recorded device, and build its runner with graphs and a cache of 40 blocks for each table."""
     for module in loaded.model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 tensors[name] = None if tensor is None else gpu.to_device(tensor)
-    num_layers, block_bytes = len(loaded.layers), bytes_per_block(loaded.layers, limits.block_size, loaded.dtype)
+    groups = loaded.layer_groups(loaded.dtype)
+    block_bytes, num_tensors = (
+        bytes_of_block(groups, limits.block_size, loaded.dtype), num_cache_tensors(groups, loaded.dtype)
+    )  # fmt: skip
     slot_bytes = bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
     num_slots = 4 * limits.max_num_seqs + 1  # At most half of the memory is for them.
-    gpu.total_bytes = 2 * num_layers * 2**21 + 2 * num_slots * slot_bytes + 41 * block_bytes
+    num_blocks = 40 * len(groups)
+    gpu.total_bytes = num_tensors * 2**21 + 2 * num_slots * slot_bytes + (num_blocks + 1) * block_bytes
     with gpu:
         runner = build_runner(replace(loaded, device=DEVICE), limits, RunnerOptions(gpu_memory_utilization=1.0))
         warm_up(runner, limits)
-    assert runner.num_blocks == 40 or runner.num_state_slots == num_slots - 1
+    assert runner.num_blocks == num_blocks or runner.num_state_slots == num_slots - 1
     assert runner._graphs is not None
     return runner
 
@@ -177,6 +181,7 @@ def build_on(gpu: RecordedGpu, loaded: LoadedModel, limits: EngineLimits) -> Tor
 def engine_of(runner: TorchModelRunner, limits: EngineLimits) -> Engine:
     config = EngineConfig(
         num_blocks=runner.num_blocks, max_model_len=runner.max_model_len, num_state_slots=runner.num_state_slots,
+        windows=runner.windows,
         block_size=limits.block_size,
         max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
         vocab_size=runner.vocab_size, eos_token_ids=frozenset(), async_scheduling=True,
@@ -240,18 +245,32 @@ def test_many_random_steps_with_graphs_of_another_thread(gpu: RecordedGpu) -> No
     check_random_steps(gpu, limits, num_steps=200, min_changes=20)
 
 
-def test_the_state_of_recurrent_layers_is_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_few_steps(
+    gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch, architecture: str, num_steps: int
+) -> TorchModelRunner:
+    """Check the outputs of a small runner, without the measurement of its memory; return it."""
     monkeypatch.setattr(build, "_measure_on_cuda", lambda *_: MemoryUse(0, 0, 0, gpu.total_bytes))
     monkeypatch.setattr(build, "dummy_item", lambda start, num_tokens, size: dummy_item(3, min(num_tokens, 9), 8))
     limits = EngineLimits(max_num_seqs=2, max_num_batched_tokens=20, block_size=8)
-    loaded, plain = load("olmo_hybrid"), load("olmo_hybrid")
+    loaded, plain = load(architecture), load(architecture)
     runner = in_thread(lambda: build_on(gpu, loaded, limits))
     gpu.replacements()["set_sync_debug_mode"]("error")
     with gpu:
-        outputs = steps_at_random(engine_of(runner, limits), num_steps=8)
+        engine = engine_of(runner, limits)
+        outputs = steps_at_random(engine, num_steps)
     expected = run(build_engine(plain), outputs)
     check_same([output._replace(text="") for output in outputs.values()], [one._replace(text="") for one in expected])
-    assert gpu.replays and {"convolve", "advance"} <= gpu.names
+    assert gpu.replays and engine.stats().num_free_blocks == runner.num_blocks
+    return runner
+
+
+def test_the_state_of_recurrent_layers_is_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_few_steps(gpu, monkeypatch, "olmo_hybrid", num_steps=8)
+    assert {"convolve", "advance"} <= gpu.names
+
+
+def test_block_tables_of_several_groups_are_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_few_steps(gpu, monkeypatch, "qwen2-window", num_steps=20).windows == (24, 24, None)
 
 
 async def test_the_engines_thread_captures_and_replays(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:

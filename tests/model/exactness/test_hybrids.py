@@ -177,6 +177,25 @@ def test_every_schedule_gives_the_same_numbers(architecture: str, dtype: Dtype) 
     assert numbers(outputs(engine)) == expected
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        name if name == "nemotron_h" else pytest.param(name, marks=pytest.mark.deep)
+        for name in HYBRIDS
+        if name not in SAME_BITS
+    ],
+)
+def test_seeded_tokens_are_those_of_the_sequence_alone(architecture: str) -> None:
+    loaded, sizes = load(cached_checkpoint(architecture)), Sizes(num_blocks=10, num_state_slots=7)
+    requests = requests_for(PROMPTS, SEEDED)
+    expected = [run(build_engine(loaded, WHOLE), [request])[0].token_ids for request in requests]
+    runner = make_runner(loaded, sizes)
+    engine = engine_over(runner, loaded, sizes, launcher=RepeatingRunner(runner))
+    for _ in "ab":
+        assert [output.token_ids for output in run(engine, requests)] == expected
+    assert num_preemptions(engine) > 0
+
+
 def test_the_next_turn_hits_up_to_what_the_template_changes() -> None:
     """The template drops the reasoning of earlier turns, so a turn's prompt differs from the last one near its end."""
     loaded = load(cached_checkpoint("qwen3_5_text-16"))

@@ -4,6 +4,7 @@ import pytest
 
 from replicas.model.attention.cpp import CppAttention
 from replicas.model.attention.kv_cache import KVCache
+from replicas.model.cuda_graphs.graphs import PlannedAttention
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import SamplingParams, TokenDelta
 from testkit.model.cached_checkpoints import cached_checkpoint, cached_reference
@@ -20,6 +21,7 @@ from testkit.model.engine_runs import (
     run,
     tokens,
 )
+from testkit.model.planned_gather import PlannedGather
 from tests.model.exactness.test_hybrids import FailingRunner, RepeatingRunner, numbers
 
 NUM_TOKENS = 48
@@ -59,13 +61,14 @@ def test_output_is_that_of_generate_in_chunks_with_neighbours_and_preemptions(ar
     assert num_preemptions(engine) > 0
 
 
-def test_hits_and_steps_ahead_that_fail_change_no_token(architecture: str) -> None:
+@pytest.mark.parametrize("planned", [None, PlannedGather], ids=["eager", "padded"])
+def test_hits_and_steps_ahead_that_fail_change_no_token(architecture: str, planned: PlannedAttention | None) -> None:
     expected = cached_reference(architecture, PROMPTS, NUM_TOKENS)
     loaded, sizes = (
         load(cached_checkpoint(architecture)),
         Sizes(num_blocks=100, max_num_batched_tokens=30, gives_back=True),
     )
-    runner = make_runner(loaded, sizes)
+    runner = make_runner(loaded, sizes, planned=planned)
     failing = FailingRunner(runner)
     engine = engine_over(runner, loaded, sizes, is_ahead=True, launcher=failing)
     cold, warm = (run(engine, requests_for(PROMPTS, GREEDY)) for _ in "ab")

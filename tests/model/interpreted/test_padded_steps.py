@@ -50,6 +50,13 @@ def padded(
     return buffers.inputs(shape)
 
 
+def spoil_unseen(buffers: StepBuffers, case: Case, items: list[ScheduledSequence], spoiled: int) -> None:
+    """Put block `spoiled` in the places of blocks behind the window, as if another sequence had one of them."""
+    for item, row in zip(items, BatchColumns.of(items).rows.tolist(), strict=True):
+        num_unseen = 0 if case.window is None else max(0, item.start + 1 - case.window) // case.block_size
+        buffers._tables[:, row, :num_unseen] = spoiled
+
+
 def attended(context: AttentionContext, case: Case, num_tokens: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(num_tokens)
     (num_heads, num_kv_heads), (key_size, value_size) = case.heads, case.sizes
@@ -70,15 +77,16 @@ def attended(context: AttentionContext, case: Case, num_tokens: int) -> torch.Te
 def check(case: Case, seed: int, num_steps: int) -> None:
     rng = random.Random(seed)
     owners = sequences([LONGEST] * 8, case.block_size, 8 * -(-LONGEST // case.block_size))
-    caches = [KVCache([case.layer], 8 * -(-LONGEST // case.block_size), case.block_size, case.dtype, CPU) for _ in "ab"]
+    spoiled = 8 * -(-LONGEST // case.block_size) + 1
+    caches = [KVCache([case.layer], spoiled, case.block_size, case.dtype, CPU) for _ in "ab"]
     generator = torch.Generator().manual_seed(seed)
     for part in ("keys", "values"):
         numbers = torch.randn(getattr(caches[0][0], part).shape, generator=generator).to(case.dtype)
+        numbers[spoiled] = torch.nan
         for cache in caches:
             getattr(cache[0], part).copy_(numbers)
-    max_words = max(shape.num_words for shape in SHAPES)
     max_blocks = -(-LONGEST // case.block_size)
-    buffers = StepBuffers(max_words, MAX_NUM_SEQS, max_blocks, case.block_size, CPU)
+    buffers = StepBuffers(SHAPES, max_blocks, case.block_size, CPU)
     padding = StepPadding(SHAPES, case.block_size, max_blocks)
     backend = TritonBackend(rng.choice([0, 20]), compute_capability(CPU))
     for _ in range(num_steps):
@@ -91,13 +99,17 @@ def check(case: Case, seed: int, num_steps: int) -> None:
         assert torch.equal(inputs.position_ids[0, :num_tokens], plain.position_ids[0])
         if inputs.logits_rows is not None:
             assert inputs.logits_rows.tolist()[: len(plain.logits_rows)] == plain.logits_rows.tolist()
-        output = attended(backend.planned(caches[0], inputs.slots, inputs.plan), case, num_tokens)
+        (group,) = inputs.groups
+        tables = buffers._tables.clone()
+        spoil_unseen(buffers, case, items, spoiled)
+        output = attended(backend.planned(caches[0], group.slots, group.plan), case, num_tokens)
+        buffers._tables.copy_(tables)
         expected = attended(backend(caches[1], plain), case, num_tokens)
         tolerance = 2e-3 if case.dtype.itemsize == 2 else 1e-5
         torch.testing.assert_close(output[:num_tokens], expected, atol=tolerance, rtol=tolerance)
         assert not output[num_tokens:].any()
         for part in ("keys", "values"):
-            one, other = (getattr(cache[0], part)[1:] for cache in caches)  # Block 0 is the padding's.
+            one, other = (getattr(cache[0], part)[1:spoiled] for cache in caches)  # Block 0 is the padding's.
             assert torch.equal(one, other)
 
 

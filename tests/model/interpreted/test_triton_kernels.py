@@ -143,7 +143,6 @@ def test_a_plan_of_reused_tensors_sees_their_new_values() -> None:
     cache[0].keys.normal_(generator=torch.Generator().manual_seed(0))
     cache[0].values.normal_(generator=torch.Generator().manual_seed(1))
     chunks, tables, slots = (torch.zeros(shape, dtype=torch.int32) for shape in ((3, 4), (3, 4), (3,)))
-    plan = AttentionPlan(ChunkGroup(chunks, tables, num_tokens=3, longest=300))
     row = torch.randn(3, 4, 16)
     kept = cache[0].keys.clone(), cache[0].values.clone()
     # Two sequences and a row of padding, then other blocks and positions, then all padding.
@@ -156,6 +155,7 @@ def test_a_plan_of_reused_tensors_sees_their_new_values() -> None:
             tables[index, : len(blocks[index])] = torch.tensor(blocks[index])
             slots[index] = tables[index, position // 16] * 16 + position % 16
         call = AttentionCall(0, row, row[:, :2], row[:, 2:], Scoring(0.25), None, frozenset())
+        plan = AttentionPlan(ChunkGroup(chunks, tables, num_tokens=3, longest=300))  # Its work is a graph's part, too.
         output = TritonBackend(500, CAPABILITY).planned(cache, slots.long(), plan).attend(call)
         assert not output[len(positions) :].any()
         for index, position in enumerate(positions):

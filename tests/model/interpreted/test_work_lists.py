@@ -33,16 +33,21 @@ class Piece:
     part_row: int
 
 
-def planned(chunks: list[list[int]], tile: TileShape, window: int | None, num_parts: int) -> WorkList:
+def planned(
+    chunks: list[list[int]], tile: TileShape, window: int | None, num_parts: int, part_keys: int | None = None
+) -> WorkList:
     fields = torch.tensor(chunks, dtype=torch.int32)
     num_tokens = sum(chunk[2] for chunk in chunks)
-    group = ChunkGroup(fields, torch.zeros(1, 1, dtype=torch.int32), num_tokens, longest=10**6)
+    group = ChunkGroup(fields, torch.zeros(1, 1, dtype=torch.int32), num_tokens, longest=5013)
     bounds = PieceBounds.even(group, tile.tokens, num_parts)
+    if part_keys is not None:
+        num_keys = group.longest if window is None else window + tile.tokens + tile.keys
+        bounds = PieceBounds.fixed(group, tile.tokens, part_keys, num_keys)
     # Memory that nobody has written holds anything.
     pieces, split_tiles = (
         torch.full((size, 8), 77, dtype=torch.int32) for size in (bounds.num_pieces, bounds.num_split_tiles)
     )
-    work = WorkList(pieces, split_tiles, bounds, num_parts)
+    work = WorkList(pieces, split_tiles, bounds, num_parts, part_keys)
     triton._plan(work, group, tile, window)
     return work
 
@@ -90,6 +95,22 @@ def test_every_key_of_every_tile_is_in_one_piece(seed: int) -> None:
             assert split_tiles[row] == [num_tokens, pieces[0].part_row, len(pieces), 0]
             part_rows += [piece.part_row + token for piece in pieces for token in range(num_tokens)]
     assert sorted(part_rows) == list(range(len(part_rows))) and len(part_rows) <= work.bounds.num_part_rows
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_at_fixed_positions_keep_to_their_bounds(seed: int) -> None:
+    rng = random.Random(seed)
+    chunks, window = random_chunks(rng), rng.choice([None, 1, 30, 64, 300])
+    work = planned(chunks, TILE, window, 1, part_keys=64)
+    pieces = read(work.pieces)
+    assert all(piece.keys.start // 64 == (piece.keys.stop - 1) // 64 for piece in pieces if piece.keys)
+    seen = {(piece.row, key) for piece in pieces for key in piece.keys}
+    assert len(seen) == sum(len(piece.keys) for piece in pieces)
+    for row, position, num_tokens, table_row in chunks:
+        for token in range(num_tokens if table_row >= 0 else 0):
+            end, tile_row = position + token + 1, row + token - token % TILE.tokens
+            assert all((tile_row, key) in seen for key in range(0 if window is None else max(0, end - window), end))
+    assert max((piece.part_row + piece.num_tokens for piece in pieces), default=0) <= work.bounds.num_part_rows
 
 
 def test_one_long_sequence_among_short_ones_is_cut() -> None:
