@@ -47,6 +47,9 @@ lint: $(DEV_STAMP)  ## ruff and mypy
 TEST_PROCESSES := --tx popen//id=ray --tx popen//id=others//nice=5 \
 	--tx popen//id=interpreter//nice=5//env:TRITON_INTERPRET=1//env:OMP_NUM_THREADS=1
 
+# Processes that tests start would else compile the modules each time.
+test pytest test-deep: export PYTHONDONTWRITEBYTECODE =
+
 # The lint runs in parallel with the tests; make reports a failure of either after both have ended.
 test: $(DEV_STAMP)  ## lint and all tests
 	@$(MAKE) --no-print-directory --jobs lint pytest

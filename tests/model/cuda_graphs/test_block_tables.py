@@ -44,6 +44,7 @@ def come_and_go(rng: random.Random, table: SequenceTable, sequence: Sequence) ->
             sequence.block_table.append(rng.randrange(1, 1000))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(20))
 def test_each_sequences_row_holds_its_table(seed: int) -> None:
     rng, table = random.Random(seed), SequenceTable(NUM_ROWS)

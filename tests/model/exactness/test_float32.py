@@ -87,15 +87,18 @@ def test_reference_output_is_diverse(case: Case) -> None:
     assert len({token for output in case.expected for token in output}) >= 20
 
 
+@pytest.mark.sampled(14)
 def test_alone_and_whole_equals_generate(case: Case) -> None:
     engine = build_engine(case.loaded, WHOLE)
     assert [tokens(engine, [prompt], GREEDY)[0] for prompt in PROMPTS] == case.expected
 
 
+@pytest.mark.sampled(3)
 def test_batched_and_chunked_equals_generate(kind: Case) -> None:
     assert tokens(build_engine(kind.loaded), PROMPTS, GREEDY) == kind.expected
 
 
+@pytest.mark.sampled(3)
 def test_prefix_hit_equals_cold(kind: Case) -> None:
     engine = build_engine(kind.loaded)
     requests = requests_for(PROMPTS, GREEDY)
@@ -105,12 +108,14 @@ def test_prefix_hit_equals_cold(kind: Case) -> None:
     assert [list(output.token_ids) for output in warm] == kind.expected
 
 
+@pytest.mark.sampled(3)
 def test_preempted_equals_uninterrupted(kind: Case) -> None:
     engine = build_engine(kind.loaded, TIGHT)
     assert tokens(engine, PROMPTS, GREEDY) == kind.expected
     assert num_preemptions(engine) > 0
 
 
+@pytest.mark.sampled(3)
 def test_seeded_sampling_is_the_same_alone_batched_and_preempted(kind: Case) -> None:
     alone = [tokens(build_engine(kind.loaded, WHOLE), [prompt], SEEDED)[0] for prompt in PROMPTS]
     assert alone != kind.expected
@@ -131,6 +136,7 @@ def test_with_compiled_kernels_output_equals_generate(architecture: str) -> None
     assert num_preemptions(engine) > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, prompt_logprobs=1)], ids=["generated", "scored"])
 @pytest.mark.parametrize(
     ("load_poisoned", "attention"), [(load, GatherAttention), (load_compiled, CppAttention)], ids=["plain", "compiled"]

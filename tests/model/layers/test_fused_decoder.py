@@ -61,6 +61,7 @@ def test_only_the_supported_family_is_fused() -> None:
     assert [architecture for architecture in ARCHITECTURES if can_fuse(random_model(architecture))] == FAMILY
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("architecture", "changes"), VARIANTS)
 def test_log_probabilities_are_those_of_transformers(
     tmp_path: Path, architecture: str, changes: dict[str, object]
@@ -110,6 +111,7 @@ def check_bits(loaded: LoadedModel, lengths: Iterable[int], monkeypatch: pytest.
     assert outputs(loaded, lengths) == found
 
 
+@pytest.mark.sampled(8)
 @at_once
 @pytest.mark.parametrize(
     ("dtype", "quantization"),

@@ -75,6 +75,7 @@ def ask(number: int, arrival_s: float = 0.0, prompt: int = 32, output: int = 8, 
 BY_NAME = {method.name: method for method in METHODS}
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @pytest.mark.parametrize("requests_per_s", [0.5, 8.0, 100.0])
 def test_every_request_is_answered_once_and_in_full(method: Method, requests_per_s: float):
