@@ -1,13 +1,14 @@
 """Assignment of test modules to the processes of a run."""
 
-import gc
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
+
+from serve_app.process import without_collection
 
 pytest_plugins = ["tests.durations", "tests.seeds"]
 
@@ -92,9 +93,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    gc.freeze()  # A collection of modules and tests takes seconds.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    with without_collection():
+        return (yield)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

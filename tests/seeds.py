@@ -7,9 +7,9 @@ A test of random worlds takes `seeds`, and is marked with how many worlds there 
         for seed in seeds:
             play(random.Random(seed))
 
-1. An eighth of the worlds has fixed seeds, from 0 upwards.
+1. A twelfth of the worlds has fixed seeds, from 0 upwards.
 2. As many have seeds that are drawn from the commit's hash, so that every commit explores others. Without a checkout
-   of git the fixed seeds above the first eighth take their place.
+   of git the fixed seeds above the first twelfth take their place.
 3. `--deep` plays all worlds with fixed seeds, and those of the commit.
 4. The report of a failure ends with the seed and with the command that plays this world alone. A seed that has found
    something goes into the mark, `examples=(...)`, and is played in every run.
@@ -30,7 +30,7 @@ MARK = "random_worlds"
 _FIXTURE = "seeds"
 _ROOT = Path(__file__).resolve().parents[1]
 _GIT_LIMIT_S = 60.0
-_SHARE = 8
+_SHARE = 12
 
 
 class Seeds:

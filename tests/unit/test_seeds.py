@@ -41,7 +41,7 @@ def test_case(case):
 
 
 def played(commit: str | None, is_deep: bool = False) -> set[int]:
-    return {seed for seeds in groups(160, 10, "test", commit, is_deep).values() for seed in seeds}
+    return {seed for seeds in groups(240, 10, "test", commit, is_deep).values() for seed in seeds}
 
 
 def run(folder: Path, tests: str, *options: str) -> str:
@@ -54,7 +54,7 @@ def run(folder: Path, tests: str, *options: str) -> str:
     return done.stdout
 
 
-def test_an_eighth_is_fixed_and_an_eighth_is_the_commits() -> None:
+def test_a_twelfth_is_fixed_and_a_twelfth_is_the_commits() -> None:
     one, same, other = played("one"), played("one"), played("other")
     assert one == same
     assert one & other == set(range(20))
@@ -62,10 +62,10 @@ def test_an_eighth_is_fixed_and_an_eighth_is_the_commits() -> None:
 
 
 def test_all_are_played_on_demand() -> None:
-    assert played("one", is_deep=True) == set(range(160)) | played("one")
+    assert played("one", is_deep=True) == set(range(240)) | played("one")
 
 
-def test_a_quarter_is_fixed_without_a_commit() -> None:
+def test_a_sixth_is_fixed_without_a_commit() -> None:
     assert played(None) == set(range(40))
 
 

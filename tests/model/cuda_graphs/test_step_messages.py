@@ -56,7 +56,12 @@ def every_kind() -> list[GenerateRequest]:
 
 @pytest.fixture(
     scope="module",
-    params=[(PlannedGather, True), (PlannedGather, False), (None, True), (None, False)],
+    params=[
+        (PlannedGather, True),
+        pytest.param((PlannedGather, False), marks=pytest.mark.deep),
+        pytest.param((None, True), marks=pytest.mark.deep),
+        (None, False),
+    ],
     ids=["padded-counts", "padded", "eager-counts", "eager"],
 )
 def recording(request: pytest.FixtureRequest) -> Recording:
