@@ -87,6 +87,7 @@ def run(loaded: LoadedModel, states: Any = CppStates) -> list[list[int]]:
     return tokens(engine_over(runner, loaded, sizes), PROMPTS, GREEDY)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("architecture", ["qwen3_5_text-48", "qwen3_next", "olmo_hybrid"])
 def test_mixers_are_replaced_and_also_compute_in_torch(architecture: str) -> None:
     loaded = load_compiled(cached_checkpoint(architecture))

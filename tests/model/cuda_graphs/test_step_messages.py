@@ -141,6 +141,7 @@ class FailingRunner:
             raise RuntimeError("a launch has failed")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("planned", [None, PlannedGather], ids=["eager", "padded"])
 def test_a_step_that_could_not_run_is_planned_anew(planned: PlannedAttention | None) -> None:
     loaded = load(cached_checkpoint("llama", with_tokenizer=True))

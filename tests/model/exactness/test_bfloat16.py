@@ -53,7 +53,7 @@ def test_first_differences_are_near_ties(architecture: str, record_property: Cal
         assert abs(float(logits[output[index]] - logits[other[index]])) <= 2 * noise
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rounding_error_is_that_of_the_models_own_code(architecture: str, is_compiled: bool) -> None:

@@ -155,6 +155,7 @@ def test_padded_steps_ahead_change_no_token(architecture: str) -> None:
         assert tokens(engine, PROMPTS, params) == expected
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("kernels")
 def test_kernels_give_the_tokens_of_generate(architecture: str) -> None:
     expected = cached_reference(architecture, PROMPTS, NUM_TOKENS)
@@ -163,7 +164,7 @@ def test_kernels_give_the_tokens_of_generate(architecture: str) -> None:
     assert num_preemptions(engine) > 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", SAME_BITS)

@@ -46,7 +46,7 @@ def token_ids(results: list[TokenDelta]) -> list[list[int]]:
     return [list(result.token_ids) for result in results]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_output_is_that_of_generate_in_chunks_with_neighbours_and_preemptions(architecture: str) -> None:
     expected = cached_reference(architecture, PROMPTS, NUM_TOKENS)
     num_tables, num_blocks = KINDS[architecture]
@@ -60,7 +60,7 @@ def test_output_is_that_of_generate_in_chunks_with_neighbours_and_preemptions(ar
     assert num_preemptions(engine) > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_hits_and_steps_ahead_that_fail_change_no_token(architecture: str) -> None:
     expected = cached_reference(architecture, PROMPTS, NUM_TOKENS)
     loaded, sizes = (
@@ -77,7 +77,7 @@ def test_hits_and_steps_ahead_that_fail_change_no_token(architecture: str) -> No
     assert failing.num_failed > 5
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_steps_that_run_twice_change_no_token(architecture: str) -> None:
     loaded, sizes = load(cached_checkpoint(architecture)), Sizes(max_num_batched_tokens=30, gives_back=True)
     runner = make_runner(loaded, sizes)

@@ -27,10 +27,10 @@ def test_the_server_ends_with_the_command(tmp_path: Path, signum: signal.Signals
             child = wait_for(lambda: psutil.Process(process.pid).children(), "the server is started", LIMIT_S)[0]
             wait_for(lambda: child.children(recursive=True), "the server has processes", LIMIT_S)
             process.send_signal(signum)
-            out, _ = process.communicate(timeout=START_LIMIT_S)
+            out, err = process.communicate(timeout=START_LIMIT_S)
         finally:
             process.kill()
-    assert process.returncode in (130, 128 + signum) and out == ""
+    assert process.returncode in (130, 128 + signum) and out == "", err
     assert not child.is_running()
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
