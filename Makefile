@@ -47,6 +47,9 @@ lint: $(DEV_STAMP)  ## ruff and mypy
 TEST_PROCESSES := --tx popen//id=ray --tx popen//id=others//nice=5 \
 	--tx popen//id=interpreter//nice=5//env:TRITON_INTERPRET=1//env:OMP_NUM_THREADS=1
 
+# Processes that tests start would else compile the modules each time.
+test pytest test-deep: export PYTHONDONTWRITEBYTECODE =
+
 # The lint runs in parallel with the tests; make reports a failure of either after both have ended.
 test: $(DEV_STAMP)  ## lint and all tests
 	@$(MAKE) --no-print-directory --jobs lint pytest
@@ -54,10 +57,10 @@ test: $(DEV_STAMP)  ## lint and all tests
 pytest: $(DEV_STAMP)  ## the tests alone; ARGS names some
 	$(BIN)/python -m pytest $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(ARGS)
 
-# Tests that `make test` leaves out: all random worlds, and slow tests.
-test-deep: $(DEV_STAMP)  ## random worlds and slow tests
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or deep' $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/model/interpreted --numprocesses 2 --deep -m deep $(ARGS)
+# Tests that `make test` leaves out: all random worlds, all cases of sampled tests, and slow tests.
+test-deep: $(DEV_STAMP)  ## all random worlds, all cases, slow tests
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or sampled or deep' $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/model/interpreted --numprocesses 2 --deep -m 'sampled or deep' $(ARGS)
 
 # A link that leads nowhere fails the build.
 site: $(BIN)/zensical  ## the site of docs/, in site/

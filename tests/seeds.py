@@ -1,4 +1,4 @@
-"""Seeds of random worlds: the share that a run of the tests plays, and the way to play one again.
+"""Choice of what a run plays of random worlds and of tests with many cases, and the way to play a world again.
 
 A test of random worlds takes `seeds`, and is marked with how many worlds there are and how many each call plays:
 
@@ -7,17 +7,21 @@ A test of random worlds takes `seeds`, and is marked with how many worlds there 
         for seed in seeds:
             play(random.Random(seed))
 
-1. A third of the worlds has fixed seeds, from 0 upwards.
+1. A twelfth of the worlds has fixed seeds, from 0 upwards.
 2. As many have seeds that are drawn from the commit's hash, so that every commit explores others. Without a checkout
-   of git the fixed seeds above the first third take their place.
+   of git the fixed seeds above the first twelfth take their place.
 3. `--deep` plays all worlds with fixed seeds, and those of the commit.
 4. The report of a failure ends with the seed and with the command that plays this world alone. A seed that has found
    something goes into the mark, `examples=(...)`, and is played in every run.
+
+Of a parametrized test that is marked `sampled(number)`, a run plays as many cases as the mark says, drawn from the
+commit's hash. `--deep` plays all.
 """
 
 import random
 import subprocess
-from collections.abc import Generator, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +30,7 @@ MARK = "random_worlds"
 _FIXTURE = "seeds"
 _ROOT = Path(__file__).resolve().parents[1]
 _GIT_LIMIT_S = 60.0
+_SHARE = 12
 
 
 class Seeds:
@@ -51,7 +56,7 @@ class Seeds:
 def groups(number: int, per_call: int, test: str, commit: str | None, is_deep: bool) -> dict[str, range | list[int]]:
     """Seeds of each call of a test, by the call's name, for `number` worlds of which each call plays `per_call`."""
     num_calls = number // per_call
-    num_early = -(-num_calls // 3)
+    num_early = -(-num_calls // _SHARE)
     fixed = [range(call * per_call, (call + 1) * per_call) for call in range(num_calls)]
     found: dict[str, range | list[int]] = {
         f"{seeds[0]}-{seeds[-1]}": seeds
@@ -108,10 +113,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.deep:
-        skip = pytest.mark.skip(reason="slow; `make test-deep` runs it")
-        for item in items:
-            if item.get_closest_marker("deep") is not None:
-                item.add_marker(skip)
+        chosen = set(_sampled((item for item in items if not item.get_closest_marker("deep")), config.option.commit))
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+
+
+def _sampled(items: Iterable[pytest.Item], commit: str | None) -> Iterator[pytest.Item]:
+    """Yield the cases that the commit plays of each test; all if the test is not marked."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    for test, of_test in cases.items():
+        mark = of_test[0].get_closest_marker("sampled")
+        number = len(of_test) if mark is None else min(*mark.args, len(of_test))
+        yield from random.Random(f"{commit} {test}").sample(of_test, number)
 
 
 def _commit() -> str | None:

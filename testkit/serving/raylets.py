@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
-from serve_app.cli.server.private_cluster import SERVE_ENVIRONMENT, private_ray_environment
+from serve_app.cli.server.private_cluster import SERVE_ENVIRONMENT, kill_processes, private_ray_environment
 from serve_app.config import HeadwayConfig
 from testkit.engine.faulty_runner import FaultyRunner
 from testkit.free_port import free_port
-from testkit.serving.served import Served, end_processes, running, wait_for
+from testkit.serving.served import Served, running, wait_for
 from testkit.serving.streams import Clients, Stream
 
 if TYPE_CHECKING:
@@ -214,9 +214,7 @@ def _cluster(config: HeadwayConfig) -> Iterator[Cluster]:
         ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
         yield cluster
     finally:
-        with contextlib.suppress(Exception):
-            ray.shutdown()
-        end_processes(psutil.Process().children(recursive=True))
+        kill_processes(psutil.Process().children(recursive=True))  # Ray's own shutdown waits for each of them in turn.
 
 
 def _add_worker(cluster: Cluster, wait: bool = True) -> str:

@@ -19,6 +19,7 @@ from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions
 from serve_app.http_app import IngressSettings
 from testkit.http.local_service import local_service
+from testkit.http.python_programs import PythonPrograms, python_programs
 from testkit.limits import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +92,12 @@ async def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
         yield service.url
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def programs() -> AsyncIterator[PythonPrograms]:
+    async with python_programs() as running:
+        yield running
+
+
 @pytest.fixture
 def environment(tmp_path: Path, url: str) -> dict[str, str]:
     """The environment of a user's shell: the virtual environment is active, and the server has another port."""
@@ -142,11 +149,14 @@ def test_the_site_has_every_document() -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-async def test_every_command_works(document: Path, url: str, environment: dict[str, str], tmp_path: Path) -> None:
+async def test_every_command_works(
+    document: Path, url: str, environment: dict[str, str], programs: PythonPrograms, tmp_path: Path
+) -> None:
     for language, text in blocks_of(document):
         script = text.replace(URL, url).replace(".venv/bin/", "")
         if language == "python" and document.stem not in SCRIPTED:
-            await run([sys.executable, "-c", script], environment, tmp_path)
+            status, output = await programs.run(script, tmp_path, environment)
+            assert status == 0 and '{"error":' not in output, f"{script}\n{output}"
         elif language == "sh" and runnable(script).strip():
             await run(["bash", "-euo", "pipefail", "-c", runnable(script)], environment, tmp_path)
 

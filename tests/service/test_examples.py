@@ -3,8 +3,7 @@
 import asyncio
 import json
 import os
-import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from replicas.options import ReplicaOptions
 from serve_app.http_app import IngressSettings
 from serve_app.reference.examples import URL
 from testkit.http.local_service import local_service
+from testkit.http.python_programs import python_programs
 from testkit.http.scripted_dispatcher import write_keys
 from testkit.limits import LIMIT_S
 
@@ -30,6 +30,9 @@ CANCELLATIONS = {
     "delete /v1/jobs/{job_id}",
 }  # fmt: skip
 """The work of these examples may have ended when it is to be cancelled, which the answer says."""
+
+Run = Callable[[str, Path, dict[str, str]], Awaitable[tuple[int, str]]]
+"""Runs a program in a folder with an environment; its exit status and its output."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -48,12 +51,11 @@ async def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
         yield service.url
 
 
-async def run(url: str, language: str, source: str, folder: Path) -> tuple[int, str]:
+async def run_in_shell(source: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
     """Run an example; return its exit status and its output. curl fails for an error's status, as Python does."""
     (folder / ".curlrc").write_text("fail-with-body\n")
-    command = ("bash", "-c") if language == "Shell" else (sys.executable, "-c")
     process = await asyncio.create_subprocess_exec(
-        *command, source.replace(URL, url), cwd=folder, env={**os.environ, "HOME": str(folder), "API_KEY": KEY},
+        "bash", "-c", source, cwd=folder, env=environment,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     async with asyncio.timeout(LIMIT_S):
@@ -66,11 +68,18 @@ async def run(url: str, language: str, source: str, folder: Path) -> tuple[int, 
 async def test_every_example_works_as_it_is(url: str, tmp_path: Path, language: str) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http:
         document: dict[str, Any] = (await http.get("/openapi.json")).json()
+    async with python_programs() as programs:
+        run = run_in_shell if language == "Shell" else programs.run
+        await check_examples(document, url, language, run, tmp_path)
+
+
+async def check_examples(document: dict[str, Any], url: str, language: str, run: Run, folder: Path) -> None:
+    environment = {**os.environ, "HOME": str(folder), "API_KEY": KEY}
     failures, num_run = [], 0
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             [source] = [each["source"] for each in operation["x-codeSamples"] if each["lang"] == language]
-            status, output = await run(url, language, source, tmp_path)
+            status, output = await run(source.replace(URL, url), folder, environment)
             num_run += 1
             if f"{method} {path}" in CANCELLATIONS:
                 is_right = status == 0 or "not_cancellable" in output or "409" in output

@@ -94,6 +94,7 @@ async def test_a_document_that_is_cut_ends_with_length(service: Service) -> None
     assert response.json()["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 async def test_required_calls_are_valid_calls(service: Service, choice: Any, stream: bool) -> None:

@@ -90,6 +90,7 @@ async def complete(client: openai.AsyncOpenAI, messages: list[Any], stream: bool
         return (await events.get_final_completion()).choices[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
 async def test_a_call_and_its_result_give_the_answer(client: openai.AsyncOpenAI, stream: bool, choice: Any) -> None:
@@ -104,6 +105,7 @@ async def test_a_call_and_its_result_give_the_answer(client: openai.AsyncOpenAI,
     assert (second.finish_reason, second.message.content, second.message.tool_calls) == ("stop", ANSWER, None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_forced_call_of_an_unwilling_model_is_valid(client: openai.AsyncOpenAI, stream: bool) -> None:
     tools: Any = [{"type": "function", "function": {"name": "get_news"}}, *TOOLS]
@@ -115,6 +117,7 @@ async def test_a_forced_call_of_an_unwilling_model_is_valid(client: openai.Async
     assert isinstance(json.loads(call.function.arguments), dict)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_parse_helper_gives_the_object(client: openai.AsyncOpenAI, stream: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "Extract the person: Ada Lovelace, 36."}]
@@ -126,6 +129,7 @@ async def test_the_parse_helper_gives_the_object(client: openai.AsyncOpenAI, str
     assert choice.message.parsed == Person(name="Ada Lovelace", age=36)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_is_apart_from_the_answer(client: openai.AsyncOpenAI, stream: bool) -> None:
     choice = await complete(client, [{"role": "user", "content": "Which is larger, 9.9 or 9.11?"}], stream)

@@ -1,6 +1,7 @@
 """Each commit plays other random worlds, beside some that stay, and every one can be played again."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +30,18 @@ def test_slow():
 """
 
 
+SAMPLED = """
+import pytest
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", range(10))
+def test_case(case):
+    print(f"case <{case}>")
+"""
+
+
 def played(commit: str | None, is_deep: bool = False) -> set[int]:
-    return {seed for seeds in groups(90, 10, "test", commit, is_deep).values() for seed in seeds}
+    return {seed for seeds in groups(240, 10, "test", commit, is_deep).values() for seed in seeds}
 
 
 def run(folder: Path, tests: str, *options: str) -> str:
@@ -43,19 +54,19 @@ def run(folder: Path, tests: str, *options: str) -> str:
     return done.stdout
 
 
-def test_a_third_is_fixed_and_a_third_is_the_commits() -> None:
+def test_a_twelfth_is_fixed_and_a_twelfth_is_the_commits() -> None:
     one, same, other = played("one"), played("one"), played("other")
     assert one == same
-    assert one & other == set(range(30))
-    assert len(one) == len(other) == 60
+    assert one & other == set(range(20))
+    assert len(one) == len(other) == 40
 
 
 def test_all_are_played_on_demand() -> None:
-    assert played("one", is_deep=True) == set(range(90)) | played("one")
+    assert played("one", is_deep=True) == set(range(240)) | played("one")
 
 
-def test_two_thirds_are_fixed_without_a_commit() -> None:
-    assert played(None) == set(range(60))
+def test_a_sixth_is_fixed_without_a_commit() -> None:
+    assert played(None) == set(range(40))
 
 
 def test_a_failure_names_the_seed_that_plays_it_again(tmp_path: Path) -> None:
@@ -67,5 +78,12 @@ def test_a_failure_names_the_seed_that_plays_it_again(tmp_path: Path) -> None:
 
 
 def test_slow_tests_run_on_demand(tmp_path: Path) -> None:
-    assert "1 skipped" in run(tmp_path, SLOW)
+    assert "1 deselected" in run(tmp_path, SLOW)
     assert "1 passed" in run(tmp_path, SLOW, "--deep")
+
+
+def test_a_commit_plays_some_cases_of_a_sampled_test(tmp_path: Path) -> None:
+    assert "3 passed, 7 deselected" in run(tmp_path, SAMPLED, "--commit", "one")
+    assert "10 passed" in run(tmp_path, SAMPLED, "--deep")
+    played = {run(tmp_path, SAMPLED, "--commit", commit, "-rP") for commit in ("one", "one", "other")}
+    assert len({tuple(sorted(re.findall("case <[0-9]>", report))) for report in played}) == 2

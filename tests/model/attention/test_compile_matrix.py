@@ -148,6 +148,7 @@ QUICK = {
 MATRIX = [(name, kind, capability) for name in LAYERS for kind in KINDS for capability in DEVICES]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "kind", "capability"),
     [cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.deep) for cell in MATRIX],
@@ -172,6 +173,7 @@ BYTES = {"int8": {"HAS_SCALES": True}, "fp8": {"HAS_SCALES": True, "IS_FLOAT8": 
 QUICK_BYTES = {("llama-3.1-8b", "split", 80, "int8"), ("llama-3.1-8b", "prefill", 90, "fp8")}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "kind", "capability", "bits"),
     [

@@ -29,6 +29,7 @@ def check(case: Case, backend: AttentionBackend = CppAttention) -> None:
     assert largest_error(case, backend, CPU, computes_earlier=True) < TOLERANCES[case.dtype]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunks", MIXTURES.values(), ids=MIXTURES)
 @pytest.mark.parametrize(("heads", "sizes"), [((4, 4), (16, 16)), ((6, 2), (16, 16)), ((4, 2), (24, 8))])
 def test_gathered_equals_attention_by_definition(
@@ -40,6 +41,7 @@ def test_gathered_equals_attention_by_definition(
         check(Case(chunks, heads, sizes, window, softcap, has_sinks), GatherAttention)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("chunks", MIXTURES.values(), ids=MIXTURES)
@@ -61,6 +63,7 @@ def test_latent_keys_that_hold_their_values(backend: AttentionBackend, dtype: to
         check(latent.of(chunks), backend)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("seed", range(8))
@@ -97,6 +100,7 @@ WINDOWS = {window: Case(heads=(6, 2), sizes=(64, 64), scale=0.125, window=window
 LATENT = Case(heads=(6, 1), sizes=(48, 32), scale=0.125, has_values_in_keys=True)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("plain", [*WINDOWS.values(), LATENT], ids=[*map(str, WINDOWS), "latent"])
 @pytest.mark.parametrize("num_threads", [1, 2, 5])

@@ -99,6 +99,7 @@ def test_the_kernel_stores_what_plain_torch_stores(type_: torch.dtype, dtype: to
         assert different.float().mean() < 0.001
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backend", [GatherAttention, CppAttention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("type_", TYPES)
@@ -161,6 +162,7 @@ def check_one_output(loaded: LoadedModel, attention: AttentionBackend, type_: to
             assert [output.usage.cached_tokens for output in outputs] == [0, 32, 48, 80]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("architecture", "dtype", "quantization", "type_"),
@@ -179,6 +181,7 @@ def test_output_depends_on_the_request_alone(
     check_one_output(load_compiled(cached_checkpoint(architecture), dtype, quantization), CppAttention, type_)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("type_", TYPES)
 def test_output_depends_on_the_request_alone_in_plain_torch(type_: torch.dtype) -> None:
     check_one_output(load(cached_checkpoint("deepseek_v3")), GatherAttention, type_)
@@ -201,6 +204,7 @@ def test_log_probabilities_are_near_those_of_a_cache_without_rounding(type_: tor
     assert 0 < difference < bound
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize(
     ("load_poisoned", "attention"), [(load, GatherAttention), (load_compiled, CppAttention)], ids=["plain", "compiled"]

@@ -43,6 +43,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("kind", SERVED.values(), ids=SERVED)
 @pytest.mark.parametrize("mixture", MIXTURES)

@@ -45,6 +45,7 @@ def compiled(kernel: Any, capability: int, constants: dict[str, Any], num_stages
     return resources(compiled_as(kernel, signature, constants, capability, num_stages=num_stages))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "capability"), [cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.deep) for cell in MATRIX]
 )

@@ -39,6 +39,7 @@ def spec(layers: Sequence[StateLayer], dtype: torch.dtype, has_kernels: bool = T
     return StateSpec(layers, 16, dtype, torch.device("cpu"), has_kernels=has_kernels)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
@@ -86,6 +87,7 @@ def run(loaded: LoadedModel, states: Any = CppStates) -> list[list[int]]:
     return tokens(engine_over(runner, loaded, sizes), PROMPTS, GREEDY)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("architecture", ["qwen3_5_text-48", "qwen3_next", "olmo_hybrid"])
 def test_mixers_are_replaced_and_also_compute_in_torch(architecture: str) -> None:
     loaded = load_compiled(cached_checkpoint(architecture))
@@ -105,6 +107,7 @@ def test_a_wrong_mixer_leaves_the_model_as_it_is(
     assert run(loaded) == cached_reference("qwen3_5_text-16", PROMPTS, GREEDY.max_tokens)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_one_call_for_all_layers_gives_the_tokens_of_its_modules(quantization: Any) -> None:
     loaded = load_compiled(cached_checkpoint("qwen3_5_text-16"), quantization=quantization)

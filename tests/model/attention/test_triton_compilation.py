@@ -124,6 +124,7 @@ def widths(shape: LayerShape) -> dict[str, int]:
     return {**sizes(shape), "REST_WIDTH": shape.rest_width, "HEADS_PER_KEY": shape.heads_per_key}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("shape", "device", "is_decode", "is_split", "scores"),
     [
@@ -178,6 +179,7 @@ def test_the_other_kernels_compile() -> None:
         assert compiled(plan_kernel, QWEN, 80, planned).asm["ptx"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [LLAMA, EXACT])
 def test_the_kernels_of_a_layers_small_operations_compile(shape: LayerShape) -> None:
     heads = {"NUM_QUERY_HEADS": 32, "NUM_KV_HEADS": 8, "SIZE": 128, "HALF_WIDTH": 64, "TILE_HEADS": 8}

@@ -60,6 +60,7 @@ def come_and_go(rng: random.Random, table: SequenceTable, sequence: Sequence) ->
         blocks[: blocks.count(0) + 1] = [0] * min(len(blocks), blocks.count(0) + 1)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(20))
 def test_each_sequences_row_holds_its_table(seed: int) -> None:
     rng, table = random.Random(seed), SequenceTable(NUM_ROWS)

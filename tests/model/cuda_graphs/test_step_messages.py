@@ -56,7 +56,12 @@ def every_kind() -> list[GenerateRequest]:
 
 @pytest.fixture(
     scope="module",
-    params=[(PlannedGather, True), (PlannedGather, False), (None, True), (None, False)],
+    params=[
+        (PlannedGather, True),
+        pytest.param((PlannedGather, False), marks=pytest.mark.deep),
+        pytest.param((None, True), marks=pytest.mark.deep),
+        (None, False),
+    ],
     ids=["padded-counts", "padded", "eager-counts", "eager"],
 )
 def recording(request: pytest.FixtureRequest) -> Recording:
@@ -136,6 +141,7 @@ class FailingRunner:
             raise RuntimeError("a launch has failed")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("planned", [None, PlannedGather], ids=["eager", "padded"])
 def test_a_step_that_could_not_run_is_planned_anew(planned: PlannedAttention | None) -> None:
     loaded = load(cached_checkpoint("llama", with_tokenizer=True))

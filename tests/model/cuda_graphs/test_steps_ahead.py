@@ -67,6 +67,7 @@ def check_same(outputs: list[TokenDelta], expected: list[TokenDelta]) -> None:
             assert one.chosen.logprob == pytest.approx(two.chosen.logprob, abs=1e-3)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("planned", [None, PlannedGather], ids=["eager", "padded"])
 @pytest.mark.parametrize("sizes", [ROOMY, TIGHT], ids=["roomy", "tight"])
 def test_tokens_are_those_of_plain_steps(loaded: LoadedModel, sizes: Sizes, planned: PlannedAttention | None) -> None:
@@ -78,6 +79,7 @@ def test_tokens_are_those_of_plain_steps(loaded: LoadedModel, sizes: Sizes, plan
     assert (num_preemptions(engine) > 0) == (sizes is TIGHT)
 
 
+@pytest.mark.sampled(3)
 def test_sequences_that_look_back_are_served_beside_the_others(loaded: LoadedModel) -> None:
     check_looking_back(loaded, counts_on_device=False)
 
@@ -93,6 +95,7 @@ def check_looking_back(loaded: LoadedModel, *, counts_on_device: bool) -> None:
     check_same(run(engine, requests), expected)
 
 
+@pytest.mark.sampled(3)
 def test_constrained_sequences_are_served_beside_the_others(loaded: LoadedModel) -> None:
     constrained = (
         SamplingParams(max_tokens=14, seed=3, grammar="9 30"),
@@ -114,6 +117,7 @@ def test_constrained_sequences_are_served_beside_the_others(loaded: LoadedModel)
     check_same(run(build_engine(loaded, TIGHT, planned=PlannedGather, is_ahead=True), requests), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (1, 2))])
 def test_aborts_and_late_arrivals_leave_other_tokens_unchanged(loaded: LoadedModel, seed: int) -> None:
     rng = random.Random(seed)

@@ -134,6 +134,7 @@ def run_on_meta(config: PretrainedConfig, *, has_expert_kernel: bool = False) ->
     return recorder
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_decode_waits_for_the_device(architecture: str) -> None:
     recorder = run_on_meta(tiny_config(architecture))
@@ -141,6 +142,7 @@ def test_no_decode_waits_for_the_device(architecture: str) -> None:
     assert (recorder.calls["_grouped_mm"] > 0) == (architecture in EXPERTS)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_no_decode_of_a_hybrid_waits_for_the_device(architecture: str) -> None:
     recorder = run_on_meta(tiny_config(architecture))

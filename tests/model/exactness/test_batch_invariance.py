@@ -47,6 +47,7 @@ def engine(loaded: LoadedModel, sizes: Sizes) -> Engine:
     return build_engine(loaded, sizes, CppAttention)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "architecture", ["llama", "qwen2", "qwen3", "cohere2-window", "gemma2-window", "phi3-window", "gpt2", "minicpm3"]
 )
@@ -55,6 +56,7 @@ def test_no_token_depends_on_its_company(architecture: str) -> None:
     check_batch_invariance(load_compiled(cached_checkpoint(architecture), "bfloat16"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["AWQ", None])
 def test_no_token_of_4_bit_weights_depends_on_its_company(tmp_path: Path, method: str | None) -> None:
     need_kernels()
@@ -105,6 +107,7 @@ def documents(engine: Engine, asked: list[GenerateRequest]) -> list[tuple[int, .
     return tokens([merge(parts[request.request_id]) for request in asked])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["synchronous", "ahead"])
 def test_structured_documents_survive_preemption_and_resumption(dtype: str, is_ahead: bool) -> None:

@@ -35,6 +35,7 @@ def next_logits(model: torch.nn.Module, token_ids: list[int]) -> Tensor:
         return model(torch.tensor([token_ids])).logits[0, -1].float()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2-window", "phi3-window", "gpt2", "cohere2-window"])
 def test_first_differences_are_near_ties(architecture: str, record_property: Callable[[str, object], None]) -> None:
     path = cached_checkpoint(architecture)
@@ -52,6 +53,7 @@ def test_first_differences_are_near_ties(architecture: str, record_property: Cal
         assert abs(float(logits[output[index]] - logits[other[index]])) <= 2 * noise
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rounding_error_is_that_of_the_models_own_code(architecture: str, is_compiled: bool) -> None:

@@ -113,6 +113,7 @@ def alone(loaded: LoadedModel) -> list[list[tuple[int, list[float]]]]:
     return numbers([run(build_engine(loaded, WHOLE, CppAttention), [request])[0] for request in requests])
 
 
+@pytest.mark.sampled(4)
 def test_output_is_that_of_generate_in_chunks_with_neighbours_and_preemptions(architecture: str) -> None:
     expected = cached_reference(architecture, PROMPTS, NUM_TOKENS)
     assert len({token for output in expected for token in output}) >= 20
@@ -123,6 +124,7 @@ def test_output_is_that_of_generate_in_chunks_with_neighbours_and_preemptions(ar
     assert stats.num_free_state_slots == stats.num_state_slots == 7
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "architecture",
     [name if name in KINDS else pytest.param(name, marks=pytest.mark.deep) for name in HYBRIDS],
@@ -153,6 +155,7 @@ def test_padded_steps_ahead_change_no_token(architecture: str) -> None:
         assert tokens(engine, PROMPTS, params) == expected
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("kernels")
 def test_kernels_give_the_tokens_of_generate(architecture: str) -> None:
     expected = cached_reference(architecture, PROMPTS, NUM_TOKENS)
@@ -161,6 +164,7 @@ def test_kernels_give_the_tokens_of_generate(architecture: str) -> None:
     assert num_preemptions(engine) > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", SAME_BITS)

@@ -46,6 +46,7 @@ EXPANDED_BYTES, LATENT_BYTES = 4 * (48 + 32) * 4, (32 + 16) * 4
 """Bytes of one token in a layer of the tiny models, in float32: of four heads, and of a latent and its rotary part."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("architecture", TYPES)
 def test_every_type_equals_generate(architecture: str) -> None:
     """In chunks, after prefix hits, and preempted in the compiled kernels."""

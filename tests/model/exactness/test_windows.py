@@ -48,6 +48,7 @@ def token_ids(results: list[TokenDelta]) -> list[list[int]]:
     return [list(result.token_ids) for result in results]
 
 
+@pytest.mark.sampled(2)
 def test_output_is_that_of_generate_in_chunks_with_neighbours_and_preemptions(architecture: str) -> None:
     expected = cached_reference(architecture, PROMPTS, NUM_TOKENS)
     num_tables, num_blocks = KINDS[architecture]
@@ -61,6 +62,7 @@ def test_output_is_that_of_generate_in_chunks_with_neighbours_and_preemptions(ar
     assert num_preemptions(engine) > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("planned", [None, PlannedGather], ids=["eager", "padded"])
 def test_hits_and_steps_ahead_that_fail_change_no_token(architecture: str, planned: PlannedAttention | None) -> None:
     expected = cached_reference(architecture, PROMPTS, NUM_TOKENS)
@@ -78,6 +80,7 @@ def test_hits_and_steps_ahead_that_fail_change_no_token(architecture: str, plann
     assert failing.num_failed > 5
 
 
+@pytest.mark.sampled(1)
 def test_steps_that_run_twice_change_no_token(architecture: str) -> None:
     loaded, sizes = load(cached_checkpoint(architecture)), Sizes(max_num_batched_tokens=30, gives_back=True)
     runner = make_runner(loaded, sizes)
@@ -85,6 +88,7 @@ def test_steps_that_run_twice_change_no_token(architecture: str) -> None:
     assert tokens(engine, PROMPTS, GREEDY) == cached_reference(architecture, PROMPTS, NUM_TOKENS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("architecture", ["mistral-window", "gemma3_text-window", "gemma4_text-shared"])
 def test_every_number_is_that_of_a_cache_that_keeps_the_whole_length(architecture: str) -> None:

@@ -67,6 +67,7 @@ def by_kernel(logits: Tensor, columns: Tensor, rows: Tensor | None = None, tile_
 SEEDS = [seed if seed < NUM_QUICK else pytest.param(seed, marks=pytest.mark.deep) for seed in range(390)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_tokens_are_those_of_the_sorted_definition(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -150,6 +151,7 @@ def test_rows_that_are_not_numbers_draw_some_valid_token() -> None:
 
 def test_the_check_at_start_up_passes_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_draw(torch.device("cpu"), tile_rows=64) is None
+    monkeypatch.setattr(triton_draw, "_CHECKED_ROWS", 8)  # A fault is found with few, too.
     monkeypatch.setattr(triton_draw, "sample_truncated", lambda logits, _: torch.zeros(len(logits), dtype=torch.int64))
     fault = check_draw(torch.device("cpu"), tile_rows=64)
     assert fault is not None and "rows draw another token" in fault

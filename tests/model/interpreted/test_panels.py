@@ -80,6 +80,7 @@ KINDS = ("symmetric", "int4", "minima", "table", "fp4", "int8", "uint8", "fp8")
 SHAPES = [((70, 208), 16), ((64, 96), 32), ((70, 208), 64), ((70, 400), 128), ((40, 144), 10**6)]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("shape", "group"), SHAPES)
 def test_widened_weights_have_the_bits_of_the_checkpoints(kind: str, shape: tuple[int, int], group: int) -> None:
@@ -91,6 +92,7 @@ def test_widened_weights_have_the_bits_of_the_checkpoints(kind: str, shape: tupl
         assert torch.equal(products.widen(panels, dtype), weight.dense(dtype))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_widened_exactly_in_registers(kind: str) -> None:
     """The product with one input of 1 is the weight of that input."""
@@ -108,6 +110,7 @@ CASES = [(kind, group) for kind in KINDS for group in (16, 32, 64, 128, 10**6)]
 QUICK = [*((kind, 32) for kind in KINDS), ("int4", 128), ("symmetric", 64), ("minima", 16), ("uint8", 10**6)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("kind", "group"), [case if case in QUICK else pytest.param(*case, marks=pytest.mark.deep) for case in CASES]
 )
@@ -230,6 +233,7 @@ def load_in_panels(path: Path, products: TritonPanels, quantization: str = "none
 QUICK_FORMATS = ("AWQ", "GPTQ desc_act", "compressed-tensors FP8 blocks", "compressed-tensors W8A8")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK_FORMATS else pytest.param(name, marks=pytest.mark.deep) for name in KEPT]
 )
@@ -248,6 +252,7 @@ def taken_bytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["AWQ", "GPTQ desc_act", "compressed-tensors FP8 blocks", "bitsandbytes int8"])
 def test_memory_is_that_of_the_prediction(tmp_path: Path, name: str) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}

@@ -34,6 +34,7 @@ def spec(layer: StateLayer, block_size: int = 16, dtype: torch.dtype = torch.flo
     return StateSpec([layer], block_size, dtype, CPU)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", [TRITON, INVARIANT], ids=["decodes", "one kernel"])
 @pytest.mark.parametrize(
     ("layer", "block_size"),

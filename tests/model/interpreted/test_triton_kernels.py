@@ -70,11 +70,13 @@ def test_equals_attention_by_definition(chunks: Chunks) -> None:
     check(KINDS["plain"].of(chunks), num_processors=0)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_kind_of_layer(kind: Case) -> None:
     check(kind.of(SMALL), num_processors=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kind", ["plain", "all", "sizes-24-8", "float16", "latent"])
 def test_a_cache_in_8_bits(kind: str, cache_dtype: torch.dtype) -> None:
@@ -95,6 +97,7 @@ def test_large_values_of_float16_do_not_overflow_in_8_bits(cache_dtype: torch.dt
     torch.testing.assert_close(output, torch.full_like(output, largest), rtol=1e-2, atol=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["plain", "all", "group-of-7", "latent"])
 @pytest.mark.parametrize("num_processors", [4, 12])
 def test_keys_divided_into_parts(kind: str, num_processors: int) -> None:
@@ -117,7 +120,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases(), st.sampled_from([0, 2, 8]))
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
 def test_any_shape(case: Case, num_processors: int) -> None:
     check(case, num_processors)
 
@@ -199,6 +202,7 @@ def test_layers_small_operations_equal_plain_torch(dtype: torch.dtype) -> None:
     assert check_layer_ops(dtype, CPU) is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("operation", ["add_and_normalize", "rotary_embedding", "silu_and_mul"])
 def test_a_wrong_small_operation_fails_the_check(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = getattr(TritonLayerOps, operation)
@@ -215,6 +219,7 @@ def test_a_wrong_small_operation_fails_the_check(operation: str, monkeypatch: py
     assert fault is not None and operation in fault
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("architecture", "is_fused"), [("llama", True), ("qwen3", True), ("gemma2-window", False)])
 def test_a_model_with_the_parts_of_a_gpu_equals_generate(tmp_path: Path, architecture: str, is_fused: bool) -> None:
     path = write_checkpoint(tmp_path, architecture, with_tokenizer=False)

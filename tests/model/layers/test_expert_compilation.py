@@ -52,6 +52,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "kind", "layer", "capability"),
     [cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.deep) for cell in MATRIX],

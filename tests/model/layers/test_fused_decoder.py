@@ -61,6 +61,7 @@ def test_only_the_supported_family_is_fused() -> None:
     assert [architecture for architecture in ARCHITECTURES if can_fuse(random_model(architecture))] == FAMILY
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("architecture", "changes"), VARIANTS)
 def test_log_probabilities_are_those_of_transformers(
     tmp_path: Path, architecture: str, changes: dict[str, object]
@@ -110,6 +111,7 @@ def check_bits(loaded: LoadedModel, lengths: Iterable[int], monkeypatch: pytest.
     assert outputs(loaded, lengths) == found
 
 
+@pytest.mark.sampled(8)
 @at_once
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
@@ -139,6 +141,7 @@ def test_all_layers_at_once_give_the_same_bits(
     check_bits(loaded, LENGTHS, monkeypatch)
 
 
+@pytest.mark.sampled(1)
 @at_once
 def test_a_long_context_that_threads_divide_gives_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +150,7 @@ def test_a_long_context_that_threads_divide_gives_the_same_bits(
     check_bits(load_compiled(path, max_model_len=1000), (900,), monkeypatch)
 
 
+@pytest.mark.sampled(1)
 @at_once
 def test_layers_without_kernels_run_in_the_fused_decoder(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama", with_tokenizer=False, intermediate_size=50)

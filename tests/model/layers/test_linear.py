@@ -59,6 +59,7 @@ def test_packed_equals_the_product_by_definition(shape: tuple[int, int], has_bia
         check_product(layer, numbers(1, num_rows, shape[1], dtype=dtype, seed=2), weight, bias, TOLERANCES[dtype])
 
 
+@pytest.mark.sampled(12)
 @compiled
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -70,6 +71,7 @@ def test_compiled_equals_the_product_by_definition(shape: tuple[int, int], has_b
         check_product(layer, numbers(1, num_rows, shape[1], dtype=dtype, seed=2), weight, bias, TOLERANCES[dtype])
 
 
+@pytest.mark.sampled(12)
 @compiled
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -106,6 +108,7 @@ def table_weight(shape: tuple[int, int], group: int) -> QuantizedLinear:
     return replace(weight, zero_points=None, scales=weight.scales / 16, table=torch.tensor(IQ4_VALUES).float())
 
 
+@pytest.mark.sampled(16)
 @compiled
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("shape", "group"), [((4, 32), 32), ((192, 96), 4), ((41, 576), 16), ((1732, 64), 64)])
@@ -122,6 +125,7 @@ def test_grouped_equals_the_product_of_the_dequantized_weights(
         check_product(layer, inputs, weight.dense(torch.float32), bias, TOLERANCES[dtype])
 
 
+@pytest.mark.sampled(4)
 @compiled
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("shape", "group"), [((4, 32), 32), ((41, 576), 16), ((192, 64), 64)])
@@ -150,6 +154,7 @@ def test_signed_numbers_without_zero_points_are_kept() -> None:
     assert torch.equal(layer(torch.eye(64, dtype=torch.bfloat16)), weight.dense(torch.bfloat16).t())
 
 
+@pytest.mark.sampled(4)
 @compiled
 @pytest.mark.parametrize("has_zero_points", [False, True])
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 48), (4, 8)])
@@ -199,6 +204,7 @@ def in_8_bits(weight: Tensor, _: None) -> GroupedLinear:
     return GroupedLinear(pack_groups(kept), None, weight.dtype)
 
 
+@pytest.mark.sampled(8)
 @compiled
 @pytest.mark.parametrize("kind", [CppLinear, Int8Linear, rounded_to_int4, in_8_bits])
 @pytest.mark.parametrize("dtype", TOLERANCES)

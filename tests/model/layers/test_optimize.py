@@ -57,6 +57,7 @@ def test_norms_of_models(architecture: str, num_replaced: int) -> None:
 
 
 # The compiler's code generator takes a minute. The test runs the traced graphs without it.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("architecture", "num_kinds"), [("gemma2-window", 2), ("phi3", 1)])
 def test_compiled_layers_equal_generate_with_two_graphs_each(tmp_path: Path, architecture: str, num_kinds: int) -> None:
     torch.compiler.reset()

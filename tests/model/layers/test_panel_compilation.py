@@ -80,6 +80,7 @@ def pointers(form: Form) -> dict[str, str]:
     return {"numbers": "*u8", "scales": form.scales, "zero_points": form.zero_points or "*bf16", "table": "*bf16"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "capability"), MATRIX)
 def test_the_kernel_fits_the_device(name: str, capability: int) -> None:
     form, device = FORMS[name], DEVICES[capability]

@@ -47,6 +47,7 @@ def product(name: str, capability: int, num_rows: int, shape: LayerShape = LLAMA
     return compiled(linear_kernel, shape, capability, constants, tile.num_warps, tile.num_stages, pointers=pointers)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "capability"), [cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.deep) for cell in MATRIX]
 )
@@ -68,6 +69,7 @@ def test_exact_products_fit_the_device(capability: int) -> None:
     assert resources(kernel).shared <= DEVICES[capability].shared_kib * 1024
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "capability"),
     [

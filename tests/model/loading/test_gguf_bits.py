@@ -63,6 +63,7 @@ def converted(directory: Path, kind: GGMLQuantizationType, finer: GGMLQuantizati
     return directory / "converted"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_linear_layers_keep_their_bits_and_their_values(tmp_path: Path, name: str) -> None:
     need_kernels()

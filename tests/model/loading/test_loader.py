@@ -308,6 +308,7 @@ def test_batch_invariance_in_bfloat16_on_a_cpu_needs_kernels_for_the_whole_model
         assert not load_model(options).is_batch_invariant
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_a_loaded_model_maps_no_file_of_its_checkpoint(architecture: str, dtype: str, tmp_path: Path) -> None:

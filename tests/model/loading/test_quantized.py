@@ -50,6 +50,7 @@ def weights_of(path: Path, dtype: torch.dtype) -> Tensors:
     return load_weights(str(path), read_config(str(path)), dtype).model.state_dict()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", METHODS)
 def test_weights_are_those_that_the_format_describes(tmp_path: Path, name: str) -> None:
     path = write(name, tmp_path)
@@ -67,12 +68,14 @@ def test_weights_are_those_that_the_format_describes(tmp_path: Path, name: str) 
     assert num_weights(path) == num_weights(dense)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["GPTQ desc_act", "FP8 blocks of DeepSeek", "MXFP4"])
 def test_tokens_are_those_of_the_dequantized_model(tmp_path: Path, name: str) -> None:
     path = write(name, tmp_path)
     check_equals_generate(build_engine(load(path)), path.parent / "dense", random_prompts((5, 40)), max_tokens=64)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_weights_that_keep_their_bits_give_the_same_tokens(tmp_path: Path, name: str) -> None:
     need_kernels()
@@ -85,6 +88,7 @@ def test_weights_that_keep_their_bits_give_the_same_tokens(tmp_path: Path, name:
     check_equals_generate(engine, path.parent / "dense", random_prompts((5, 40)), max_tokens=64)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["compressed-tensors W8A8", "AWQ"])
 def test_many_rows_in_bfloat16_err_by_its_rounding(tmp_path: Path, name: str) -> None:
     need_kernels()

@@ -47,7 +47,7 @@ def decode(tokenizer: PreTrainedTokenizerFast, token_ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXT)
 def test_pieces_make_the_whole_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -56,7 +56,7 @@ def test_pieces_make_the_whole_text(tokenizer: PreTrainedTokenizerFast, text: st
     assert not any("�" in part for part in parts)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXT.filter(lambda text: text != ""), data=st.data())
 def test_output_continues_the_prompt(text: str, data: st.DataObject) -> None:
     for tokenizer in TOKENIZERS.values():

@@ -85,6 +85,7 @@ def check_outputs(loaded: LoadedModel, expected: list[list[int]]) -> None:
     assert num_preemptions(tight) > 0
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "name", [name if name in DAILY else pytest.param(name, marks=pytest.mark.deep) for name in WRAPPERS]
 )

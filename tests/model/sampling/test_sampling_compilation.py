@@ -35,6 +35,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "capability"),
     [

@@ -56,6 +56,7 @@ class DeviceCounts:
         return changes.apply(logits, DeviceBuffer.of(to_device.words, last_tokens), self.counts)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(10))
 def test_penalties_are_those_of_the_host(seed: int) -> None:
     """Sequences come, wait, come back and run steps again; the newest tokens may be known to the device alone."""

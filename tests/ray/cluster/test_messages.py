@@ -12,7 +12,7 @@ from testkit.limits import LIMIT_S
 from testkit.serving.raylets import Raylets
 from tests.ray.conftest import MODEL_NAME
 
-NUM_TURNS, FIRST_WORDS, BLOCK_TOKENS = 30, 11_900, 16
+NUM_TURNS, FIRST_WORDS, BLOCK_TOKENS = 12, 11_900, 16
 TOOL_S = 0.4
 """Seconds between two turns: two polls. Until then the other ingress may believe that the replica is still at work."""
 HINT = {"cache_control": {"type": "ephemeral"}}

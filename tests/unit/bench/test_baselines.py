@@ -75,6 +75,7 @@ def ask(number: int, arrival_s: float = 0.0, prompt: int = 32, output: int = 8, 
 BY_NAME = {method.name: method for method in METHODS}
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @pytest.mark.parametrize("requests_per_s", [0.5, 8.0, 100.0])
 def test_every_request_is_answered_once_and_in_full(method: Method, requests_per_s: float):
@@ -87,6 +88,7 @@ def test_every_request_is_answered_once_and_in_full(method: Method, requests_per
         assert answers[request.number][0] > request.arrival_s, "an answer before its question"
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @pytest.mark.parametrize("num_requests", [1, LIMITS.max_num_seqs - 1, LIMITS.max_num_seqs + 1])
 def test_a_partial_batch_is_flushed_in_time(method: Method, num_requests: int):
@@ -97,6 +99,7 @@ def test_a_partial_batch_is_flushed_in_time(method: Method, num_requests: int):
     assert max(times[0] for times in answers.values()) < longest_wait_s + num_batches * 1.0
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_no_request_starves_behind_a_stream_of_others(method: Method):
     lone = ask(0, 0.0, prompt=200, output=4)

@@ -21,6 +21,7 @@ def test_ingresses_together_serve_as_much_as_one_and_keep_the_order_of_bands() -
     assert together["batch_before_waiting_interactive"] == together["failed"] == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("load", LOADS)
 def test_uneven_loads_share_prefixes(load: str) -> None:
     figures = run(World(2, 4, 16, overload=2.0, duration_s=10.0, load=load))

@@ -21,6 +21,7 @@ def documented_messages() -> list[re.Pattern[str]]:
     return [re.compile(re.escape(message).replace(re.escape("..."), ".+")) for message in messages]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_the_last_line_says_why_it_cannot_be_served(tmp_path: Path, damage: Damage) -> None:
     model = write_checkpoint(tmp_path / "model")

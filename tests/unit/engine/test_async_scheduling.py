@@ -12,7 +12,7 @@ import pytest
 
 from replicas.engine.batch import LaunchedStep, ScheduledBatch, ScheduledSequence, StepResults
 from replicas.engine.config import EngineConfig
-from replicas.protocol import FinishReason, GenerateRequest
+from replicas.protocol import Band, FinishReason, GenerateRequest
 from testkit.engine.random_worlds import play, random_config, random_request
 from testkit.engine.shadow_runner import FakeClock, Outcome, ShadowRunner, World, config, continuation, request
 from testkit.engine.single_stream import generate
@@ -195,10 +195,25 @@ def test_a_device_that_fails_now_and_then_changes_no_answer(seeds: Seeds) -> Non
         check_outcomes(rng, world)
 
 
+def ending_by_token(rng: random.Random) -> GenerateRequest:
+    """Return an urgent request that ends by one of `EOS`, after at least three tokens and before its limit."""
+    while True:
+        prompt = prompt_of(rng.randrange(100), 8)
+        output = continuation(prompt, 23)
+        if EOS & set(output) and not EOS & set(output[:2]):
+            return request("ends", prompt, 24, Band.INTERACTIVE)
+
+
 def play_with_deadlines(rng: random.Random, world: World) -> int:
-    """Play random requests, deadlines and aborts to the end; return the number of computed tokens that were of use."""
+    """Play random requests, deadlines and aborts to the end; return the number of computed tokens that were of use.
+
+    One of the requests is computed in every step until it ends by a token, so a step ahead has a surplus one.
+    """
     names: list[str] = []
+    urgent = rng.randrange(30)
     for number in range(30):
+        if number == urgent:
+            world.add(ending_by_token(rng))
         deadline_unix_s = world.clock.unix(world.clock.now + rng.randrange(4, 60)) if rng.random() < 0.3 else None
         world.add(
             request(

@@ -116,6 +116,7 @@ def test_lower_bands_give_their_blocks_before_any_tenant_of_the_band() -> None:
     world.run()
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("seed", range(200))
 def test_whoever_yields_keeps_its_share(seed: int) -> None:
     rng = random.Random(seed)

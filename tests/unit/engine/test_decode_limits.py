@@ -89,6 +89,7 @@ class Server(Simulation):
         return served
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_prompt_tokens", [16, 256])
 @pytest.mark.parametrize(("targets_s", "target_ms"), [(AUTO, 1.5 * ALONE_MS), (EXPLICIT, TARGET_MS)])
 @pytest.mark.parametrize("async_scheduling", [False, True])

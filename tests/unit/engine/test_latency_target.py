@@ -95,6 +95,7 @@ def percentile(values: list[float], percent: float) -> float:
     return sorted(values)[int((len(values) - 1) * percent / 100)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("load", [3.0, 6.0, 12.0])
 def test_token_gaps_stay_within_a_fifth_of_the_target(load: float):
     simulation = Simulation(engine_config())

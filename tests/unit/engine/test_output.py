@@ -60,6 +60,7 @@ def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
     assert "".join(shown) == "ab ab " and stop == "ab"
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("seed", range(200))
 def test_shown_text_is_the_text_up_to_the_first_stop_string(seed: int) -> None:
     rng = random.Random(seed)
@@ -188,6 +189,7 @@ def delta(rng: random.Random, start: int, last: bool = False) -> TokenDelta:
     return TokenDelta("r", start, token_ids, "".join(map(str, token_ids)), Usage(3, start, 0), finish_reason=reason)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(50))
 def test_merging_is_associative(seed: int) -> None:
     rng = random.Random(seed)

@@ -88,6 +88,7 @@ def test_each_key_has_its_limits_and_changed_limits_start_anew(clock: FakeClock)
     assert keys.use_of(None, limits) is None and keys.use_of("c", KeyLimits(max_tokens=5)) is not None
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(20))
 def test_no_minute_gives_more_than_twice_its_amount(seed: int) -> None:
     """A full bucket, and what it fills by: the most in any minute, whenever the requests come."""

@@ -109,6 +109,7 @@ def test_the_routers_registry_is_exported() -> None:
     assert ray.kinds["headway_queue_wait_seconds"] == "histogram"
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_spread_has_the_buckets_and_the_sum_of_its_histogram(seed: int) -> None:
     rng = random.Random(seed)

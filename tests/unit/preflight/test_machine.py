@@ -9,6 +9,7 @@ import pytest
 from ray.serve.exceptions import RayServeException
 
 from serve_app.app import build
+from serve_app.config import DEMO_MODEL_NAME
 from serve_app.deployments.rollout import RolloutRefused, check_rollout
 from serve_app.preflight.fields import ConfigError, read_fields
 from serve_app.preflight.machine import Placement, machine_findings
@@ -25,7 +26,8 @@ def faults(placement: Placement | None = None, **fields: Any) -> dict[str, str |
 
 
 def test_the_defaults_are_fine(tmp_path: Path) -> None:
-    assert faults(data_dir=str(tmp_path / "not" / "yet")) == {"model": None, "data_dir": None}
+    """With the bundled model: the default one would be fetched and converted, which test_default_model.py does."""
+    assert faults(model=DEMO_MODEL_NAME, data_dir=str(tmp_path / "not" / "yet")) == {"model": None, "data_dir": None}
     assert list(tmp_path.iterdir()) == []
 
 

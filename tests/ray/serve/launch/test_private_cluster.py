@@ -13,7 +13,7 @@ import pytest
 
 from serve_app.cli.serve import is_loopback
 from testkit.limits import LIMIT_S
-from testkit.serving.served import ROOT, Served, clean_environment, serving, wait_for
+from testkit.serving.served import ROOT, Served, clean_environment, wait_for
 
 _UNARY_CALL = "/ray.serve.ASGIService/HandleRequest"
 BIN = Path(sys.executable).parent
@@ -75,22 +75,6 @@ def check_edge(url: str) -> None:
 
 def test_the_edge_of_the_default_profile_answers_in_one_shape(app):
     check_edge(app.url)
-
-
-def test_the_throughput_profile_opens_no_port_to_others(checkpoint, tmp_path):
-    with serving(tmp_path, f"MODEL={checkpoint}", "PROFILE=throughput", "ARGS=kv_cache_bytes=64MiB") as instance:
-        assert "haproxy" in check_ports(instance)
-        check_edge(instance.url)
-        configuration = next(token_folder(instance).rglob("haproxy.cfg")).read_text()
-        frontend = configuration.partition("frontend http_frontend")[2]
-        assert "timeout http-request 10s" in configuration
-        assert frontend.index("reject if { sc0_conn_cur gt 2048 }") < frontend.index("sc0_conn_cur gt 1024")
-        assert "text/plain lf-string" not in configuration
-
-
-def token_folder(instance: Served) -> Path:
-    """Return the folder of an application's private cluster."""
-    return Path(instance.ray_environment["RAY_AUTH_TOKEN_PATH"]).parent
 
 
 def agent_answers(app: Served, name: str, path: str) -> set[int]:

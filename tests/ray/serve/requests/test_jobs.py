@@ -18,6 +18,7 @@ import pytest
 from testkit.limits import LIMIT_S
 from testkit.serving.served import Served, serving, stop, wait_for
 from tests.ray.conftest import MODEL_NAME
+from tests.ray.serve.launch.test_private_cluster import check_edge, check_ports
 
 NUM_LINES = 240
 OUTPUT_TOKENS = 200
@@ -90,8 +91,8 @@ def batch_id(checkpoint: Path, home: Path) -> str:
 
 @pytest.fixture(scope="module")
 def restarted(checkpoint: Path, home: Path, batch_id: str) -> Iterator[Served]:
-    """Another `make serve` on what the first one has left."""
-    with serving(home, *variables(checkpoint)) as instance:
+    """Another `make serve` on what the first one has left, with the other profile."""
+    with serving(home, *variables(checkpoint), "PROFILE=throughput") as instance:
         yield instance
 
 
@@ -108,6 +109,17 @@ def test_a_restart_resumes_and_answers_every_line_once(restarted, home, batch_id
         assert {answer["response"]["body"]["usage"]["completion_tokens"] for answer in answers} == {OUTPUT_TOKENS}
         job = httpx.get(f"{restarted.url}/v1/jobs/{(home / 'job').read_text()}?wait=30", timeout=LIMIT_S).json()
         assert job["status"] == "completed" and job["result"]["usage"]["completion_tokens"] == 5
+
+
+def test_the_throughput_profile_opens_no_port_to_others(restarted):
+    assert "haproxy" in check_ports(restarted)
+    check_edge(restarted.url)
+    folder = Path(restarted.ray_environment["RAY_AUTH_TOKEN_PATH"]).parent
+    configuration = next(folder.rglob("haproxy.cfg")).read_text()
+    frontend = configuration.partition("frontend http_frontend")[2]
+    assert "timeout http-request 10s" in configuration
+    assert frontend.index("reject if { sc0_conn_cur gt 2048 }") < frontend.index("sc0_conn_cur gt 1024")
+    assert "text/plain lf-string" not in configuration
 
 
 def test_an_instance_beside_another_stops_without_a_trace(app, restarted):

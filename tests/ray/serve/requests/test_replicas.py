@@ -1,6 +1,7 @@
 """Two replicas behind one ingress: both serve, and the load shows what they hold."""
 
 import asyncio
+import contextlib
 import json
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -131,6 +132,26 @@ def test_clients_that_go_away_while_queued_leave_nothing_behind(app):
     wait_until_idle(app)
 
 
+GIVEN_UP_S = 60.0
+"""Time after which a process of Ray that has found no exporter has given up: 30 tries, constants of Ray's code."""
+
+
+def replace_processes(app: Served) -> None:
+    """Kill both replicas and the ingress, and wait until Serve has replaced them."""
+    before = {replica["replica_id"] for replica in app.replicas()}
+    for name in ("Model", "Ingress"):
+        for process in app.find_all(f"ray::ServeReplica:headway:{name}"):
+            process.kill()
+
+    def are_new() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            replicas = {replica["replica_id"] for replica in app.replicas()}
+            return len(replicas) == 2 and not replicas & before
+        return False
+
+    wait_for(are_new, "two other replicas are known")
+
+
 def scraped(app: Served) -> dict[str, list[dict[str, str]]]:
     """Return the labels of each series that Ray's exporters of the cluster show, by name."""
     session = Path(app.places["token_path"]).parent / "ray" / "session_latest"
@@ -149,19 +170,23 @@ def test_rays_exporter_has_the_engines_metrics_by_deployment_and_replica(app, ht
         async with httpx.AsyncClient(base_url=app.url, headers=HEADERS, timeout=LIMIT_S) as client:
             await asyncio.gather(*(client.post("/v1/completions", json=body(4, user=str(n))) for n in range(16)))
 
-    asyncio.run(ask_all())
-    replicas = {replica["replica_id"] for replica in app.replicas()}
-
     def of_both() -> dict[str, list[dict[str, str]]] | None:
         try:
             found = scraped(app)
         except httpx.ConnectError:  # Ray lists an exporter before it listens.
             return None
+        replicas = {replica["replica_id"] for replica in app.replicas()}
         served = {labels["replica"] for labels in found["ray_vllm_generation_tokens_total"]}
         has_router = any(labels["deployment"] == "Ingress" for labels in found["ray_headway_finished_tokens_total"])
         return found if replicas <= served and has_router else None
 
-    found = wait_for(of_both, "Ray shows both replicas", period_s=1.0)
+    asyncio.run(ask_all())
+    try:
+        found = wait_for(of_both, "Ray shows both replicas", GIVEN_UP_S, period_s=1.0)
+    except TimeoutError:
+        replace_processes(app)
+        asyncio.run(ask_all())
+        found = wait_for(of_both, "Ray shows the processes that began after its exporter", period_s=1.0)
     for name in ("ray_vllm_time_to_first_token_seconds_bucket", "ray_vllm_kv_cache_usage_perc"):
         for labels in found[name]:
             assert labels["deployment"] == "Model" and labels["application"]

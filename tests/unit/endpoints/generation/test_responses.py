@@ -355,7 +355,7 @@ async def cancelled(api: Api, number: int, fields: dict[str, Any]) -> httpx.Resp
     return await streaming
 
 
-@pytest.mark.random_worlds(750, per_call=250)
+@pytest.mark.random_worlds(750, per_call=125)
 async def test_the_events_of_random_responses_keep_their_order(agent: Api, writes: Writes, seeds: Seeds) -> None:
     ends = []
     for seed in seeds:

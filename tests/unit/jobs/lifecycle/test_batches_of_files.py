@@ -123,6 +123,7 @@ BAD_LINES: dict[str, tuple[JsonObject | str, str, str | None]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", BAD_LINES)
 async def test_a_bad_line_fails_the_whole_file_and_is_named(world, name):
     bad, code, param = BAD_LINES[name]
@@ -133,6 +134,7 @@ async def test_a_bad_line_fails_the_whole_file_and_is_named(world, name):
     assert await world.write(lambda c: delete_lines(c, record.id, 10)) == 0
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "bad",
     [body(max_tokens="4"), body(max_tokens=-(10**30)), body(n=10**30), body(prompt=[]), body(prompt=[[]]), {},
@@ -158,6 +160,7 @@ async def test_a_duplicate_is_found_over_any_distance(world):
     assert [(error.code, error.line) for error in record.errors] == [("duplicate_custom_id", 451)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("data", "code"),
     [

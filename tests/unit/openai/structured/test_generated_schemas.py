@@ -19,7 +19,7 @@ MAX_TOKENS = 80
 CLOSING = {token_id for token_id in range(len(DEMO)) if DEMO.decode([token_id]) in ('"', "}", "]")}
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(schemas(), st.booleans(), st.integers(0, 2**31))
 def test_a_schema_is_refused_by_its_keyword_or_enforced(schema: Schema, is_strict: bool, seed: int) -> None:
     check(schema, is_strict, seed)

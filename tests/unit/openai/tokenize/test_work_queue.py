@@ -103,6 +103,7 @@ def test_a_full_queue_says_which_limit(limits: WorkLimits, num_bytes: int, reaso
         queue.add(work_of("b", Band.BATCH, num_bytes), 0.0)  # and other tenants theirs.
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_use_keeps_the_invariants(seed: int) -> None:
     rng = random.Random(seed)

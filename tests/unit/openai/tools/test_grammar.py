@@ -101,6 +101,7 @@ def thought(family: ChatFamily, thinking: Thinking) -> str:
     return f'{begin}Hm. {{"name": [x\n{reasoning.end}{reasoning.turn_begin or chr(10) * 2}'
 
 
+@pytest.mark.sampled(32)
 @EVERY
 @CASES
 def test_required_calls_are_valid_and_nothing_else_is(
@@ -119,6 +120,7 @@ def test_required_calls_are_valid_and_nothing_else_is(
         assert not words.takes(grammar, head + text)
 
 
+@pytest.mark.sampled(32)
 @EVERY
 @CASES
 def test_text_is_free_until_a_call_begins(
@@ -139,6 +141,7 @@ def test_text_is_free_until_a_call_begins(
         assert words.takes(grammar, twice) == parallel
 
 
+@pytest.mark.sampled(16)
 @EVERY
 @SPECIAL
 def test_a_named_function_is_called_once(family: ChatFamily, has_special: bool) -> None:
@@ -149,6 +152,7 @@ def test_a_named_function_is_called_once(family: ChatFamily, has_special: bool) 
     assert not words.takes(grammar, family.calls.write([ONE, ONE]))
 
 
+@pytest.mark.sampled(16)
 @EVERY
 def test_a_tool_without_a_schema_takes_any_object(family: ChatFamily) -> None:
     words = vocabulary(family, has_special=True)
@@ -157,6 +161,7 @@ def test_a_tool_without_a_schema_takes_any_object(family: ChatFamily) -> None:
         assert words.takes(grammar, family.calls.write([Call("now", arguments)]))
 
 
+@pytest.mark.sampled(16)
 @EVERY
 def test_optional_arguments_may_be_left_out_in_any_number(family: ChatFamily) -> None:
     number = {"type": "integer"}
@@ -176,6 +181,7 @@ def test_optional_arguments_may_be_left_out_in_any_number(family: ChatFamily) ->
         assert words.takes(grammar, text) == is_valid, text
 
 
+@pytest.mark.sampled(32)
 @EVERY
 @SPECIAL
 @pytest.mark.parametrize("seed", range(2))
@@ -274,6 +280,7 @@ def test_a_name_that_is_no_python_name_is_refused_by_name() -> None:
             call_grammar(family_named("pythonic"), [tool], CallRule(is_required=True), words.marker)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", ["hermes", "harmony", "command_r", "mistral", "seed_oss"])
 @SPECIAL
 @pytest.mark.parametrize("thinking", list(Thinking))

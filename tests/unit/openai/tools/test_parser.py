@@ -28,6 +28,7 @@ def pieces(text: str, step: int) -> list[str]:
     return [text[start : start + step] for start in range(0, len(text), step)]
 
 
+@pytest.mark.sampled(68)
 @EVERY
 @STREAMED
 @WHOLE
@@ -38,6 +39,7 @@ def test_calls_are_read_as_they_were_written(family: ChatFamily, step: int, whol
     assert (parsed.content, parsed.reasoning, parsed.num_malformed) == ("", "", 0)
 
 
+@pytest.mark.sampled(68)
 @EVERY_REASONED
 @STREAMED
 @pytest.mark.parametrize("is_open", [False, True])
@@ -52,6 +54,7 @@ def test_reasoning_comes_before_calls_and_before_answers(family: ChatFamily, ste
     assert answering.calls == [] and answering.num_malformed == 0
 
 
+@pytest.mark.sampled(34)
 @EVERY
 @STREAMED
 def test_without_tools_an_answer_stays_as_it_is(family: ChatFamily, step: int) -> None:
@@ -59,6 +62,7 @@ def test_without_tools_an_answer_stays_as_it_is(family: ChatFamily, step: int) -
     assert parse(family, pieces(text, step), tools=()).content == text
 
 
+@pytest.mark.sampled(34)
 @EVERY
 @STREAMED
 def test_a_marker_that_turns_out_to_be_text_is_content(family: ChatFamily, step: int) -> None:
@@ -68,6 +72,7 @@ def test_a_marker_that_turns_out_to_be_text_is_content(family: ChatFamily, step:
         assert (parsed.content, parsed.calls) == (text, [])
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -104,6 +109,7 @@ def test_a_malformed_call_stays_text_and_is_counted(name: str, text: str, step: 
     assert (parsed.content, parsed.names, parsed.num_malformed) == (text, [], 1)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", ["llama3_json", "llama4_json", "xlam", "pythonic", "llama4_pythonic"])
 @pytest.mark.parametrize("text", ['{"name": "Bob", "age": 3}', '[{"name": "Bob"}]', "[1, 2]", "[]", "{}", "[f(x)] yes"])
 @STREAMED
@@ -131,6 +137,7 @@ def test_the_rest_of_a_block_with_a_malformed_call_is_content(step: int, whole_c
     assert (parsed.content, parsed.num_malformed) == (', {"name": 1}] Well.', 1)
 
 
+@pytest.mark.sampled(44)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -8,7 +8,7 @@ from serve_app.openai.tools.families import ChatFamily
 from serve_app.openai.tools.shapes.calls import Call
 from tests.unit.openai.tools.cases import CALLS, HARD_TEXT, REASONED, answer_text, parse, reasoning_text
 
-EXAMPLES = 60
+EXAMPLES = 20
 XML = ("qwen3_coder", "glm45", "seed_oss", "minimax_m2", "minimax_m3")
 """Families whose texts do not say what is a string; the schema does."""
 

@@ -112,6 +112,7 @@ def run_trace(make: MakePolicy, seed: int, num_prefixes: int = 0) -> tuple[float
     return sorted(found)[int(0.99 * len(found))], fleet.num_prompt_tokens
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(20))
 def test_simultaneous_requests_spread_within_15_percent(seed: int):
     rng = random.Random(seed)

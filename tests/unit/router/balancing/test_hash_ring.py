@@ -15,6 +15,7 @@ def ring_of(*replica_ids: str) -> HashRing:
     return ring
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_order_clockwise_is_that_of_the_distances(seed: int):
     rng = random.Random(seed)

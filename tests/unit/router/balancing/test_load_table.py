@@ -249,6 +249,7 @@ def test_a_token_stays_outstanding_until_the_end():
     assert only(table).outstanding_tokens == 0
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(30))
 def test_polls_of_unchanged_replicas_leave_the_table_as_if_they_were_recorded(seed: int):
     """A version saves work, and changes nothing: beside a table whose reports have none."""
@@ -313,6 +314,7 @@ def test_an_unchanged_answer_to_a_poll_is_no_change(clock: FakeClock, table: Loa
     assert table.replace([of_delta], clock.now).changed == [of_delta], "only polls tell of served tokens"
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("seed", range(50))
 def test_nothing_is_counted_twice_or_lost_in_random_histories(seed: int):
     """Requests of this ingress and of others on the replicas. Every report counts both."""

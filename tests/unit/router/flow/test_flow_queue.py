@@ -231,6 +231,7 @@ def tokens_before(line: Line, tenant: str) -> int:
     return num_tokens
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("seed", range(200))
 def test_predicted_tokens_before_a_request_are_those_dispatched(seed: int):
     """The prediction takes the last request of each other tenant for as long as its first."""
@@ -268,6 +269,7 @@ def test_a_returned_request_keeps_its_position():
     assert line.dispatch_all()[:3] == [first, second, third]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(20))
 def test_counts_are_the_sums_over_what_waits_in_random_histories(seed: int):
     rng = random.Random(seed)
