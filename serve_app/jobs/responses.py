@@ -21,8 +21,8 @@ from serve_app.jobs.api.responses import (
 )
 from serve_app.jobs.lifecycle.state_loops import BatchEvents
 from serve_app.jobs.storage.ownership import add_owner, heartbeat, reap_owner
+from serve_app.jobs.storage.response_outputs import read_progress
 from serve_app.jobs.storage.rows import conversations, responses
-from serve_app.jobs.storage.rows.response_outputs import read_progress
 from serve_app.jobs.storage.schema.database import JobsContext
 
 ResultT = TypeVar("ResultT")

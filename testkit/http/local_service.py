@@ -114,9 +114,9 @@ class LocalService:
 
 @contextlib.asynccontextmanager
 async def local_service(
-    options: ReplicaOptions, settings: IngressSettings, data_dir: Path | None = None
+    options: ReplicaOptions, settings: IngressSettings, data_dir: Path | None = None, job_lease_s: float = 10.0
 ) -> AsyncIterator[LocalService]:
-    """Serve a model; with files, batches and jobs where there is a directory for them."""
+    """Serve a model; with files, batches, jobs and stored responses where there is a directory for them."""
     async with contextlib.AsyncExitStack() as stack:
         replica = ModelReplica(options, "replica-0", "node-0")
         engine = replica.start()
@@ -124,7 +124,8 @@ async def local_service(
         client = LocalReplicaClient(engine, replica.card)
         jobs = None
         if data_dir is not None:
-            jobs = await stack.enter_async_context(_jobs(client, settings, data_dir))
+            job_settings = JobsSettings(settings.served_model_name, job_lease_s=job_lease_s)
+            jobs = await stack.enter_async_context(_jobs(client, settings, job_settings, data_dir))
         metrics = HttpMetrics(settings.served_model_name)
         dispatcher = LocalRouting(client, metrics).dispatcher
         polling = asyncio.create_task(dispatcher.run())
@@ -150,12 +151,13 @@ async def local_service(
 
 
 @contextlib.asynccontextmanager
-async def _jobs(client: LocalReplicaClient, settings: IngressSettings, data_dir: Path) -> AsyncIterator[JobsAccess]:
+async def _jobs(
+    client: LocalReplicaClient, settings: IngressSettings, job_settings: JobsSettings, data_dir: Path
+) -> AsyncIterator[JobsAccess]:
     """Run the jobs process's parts; yield an ingress's access to them."""
     name = settings.served_model_name
     metrics = HttpMetrics(name)
     routing, files = LocalRouting(client, metrics), FsspecStore(f"{data_dir}/files")
-    job_settings = JobsSettings(name)
     database = await asyncio.to_thread(Database, f"sqlite:///{data_dir}/jobs.sqlite3")
     defaults = SamplingDefaults.load(settings.model)
     known = KnownModel((name,), routing.dispatcher, time.monotonic, defaults)

@@ -14,7 +14,7 @@ from replicas.protocol import TokenDelta
 from serve_app.errors import reply_to
 from serve_app.jobs.api.responses import ResponseEnd, ResponseStatus, StoredDelta
 from serve_app.jobs.storage.ownership import Ownership
-from serve_app.jobs.storage.rows.response_outputs import (
+from serve_app.jobs.storage.response_outputs import (
     LeasedResponse,
     NewOutput,
     commit_outputs,
