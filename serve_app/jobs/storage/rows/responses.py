@@ -95,7 +95,7 @@ def make_room(connection: Connection, tenant: str, num_bytes: int, limit: int) -
     """
     excess = stored_bytes(connection, tenant) + num_bytes - limit
     while excess > 0:
-        rows = connection.execute(_OLDEST, {"tenant": tenant}).all()
+        rows = list(connection.execute(_OLDEST, {"tenant": tenant}))
         if not rows:
             raise too_much_stored(limit + excess, limit)
         old: list[Any] = []
