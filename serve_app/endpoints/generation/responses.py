@@ -34,6 +34,7 @@ from serve_app.reference.operations import (
     LOOKUP_FAILURES,
     URGENCY_HEADERS,
     Access,
+    Created,
     Fields,
     Operation,
 )
@@ -66,6 +67,7 @@ class ResponseEndpoints:
         bodies=(Fields(ResponsesBody, RESPONSES_IGNORED),),
         headers=URGENCY_HEADERS,
         answer_headers=_ANSWER_HEADERS,
+        created=Created("/v1/responses/{response_id}"),
     )
     async def create(self, request: Request) -> Response:
         """Answer a conversation of items, whole or as a stream of events."""

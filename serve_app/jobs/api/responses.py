@@ -173,7 +173,7 @@ class ResponsesService(Protocol):
         """Cancel a response in the background and return it; one that has ended stays as it is.
 
         Raises:
-            InvalidRequest: it does not run in the background.
+            InvalidRequest: its client waits for it.
         """
 
     async def response_items(self, tenant: str, response_id: str, page: ItemPageRequest) -> ItemPage:

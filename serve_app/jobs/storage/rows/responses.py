@@ -179,14 +179,14 @@ def cancel_response(connection: Connection, tenant: str, response_id: str) -> Re
 
     Raises:
         UnknownResponse: as `get_row`.
-        InvalidRequest: it does not run in the background.
+        InvalidRequest: its client waits for it.
     """
     row = get_row(connection, tenant, response_id, is_to_change=True)
-    if not row.is_background:
-        message = f"response `{response_id}` was not created with `background`; only such ones can be cancelled"
-        raise InvalidRequest(message, "response_id")
     if ResponseStatus(row.status).is_final:
         return response_record(row)
+    if not row.is_background:
+        message = f"response `{response_id}` was not created with `background`; its client can only leave"
+        raise InvalidRequest(message, "response_id")
     values = {"status": ResponseStatus.CANCELLED.value, "owner": None}
     connection.execute(update(responses).where(responses.c.number == row.number).values(values))
     return response_record(get_row(connection, tenant, response_id))
