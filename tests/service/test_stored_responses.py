@@ -17,7 +17,8 @@ from testkit.http.scripted_dispatcher import write_keys
 
 MODEL, BLOCK_SIZE = "demo", 16
 DEMO = str(Path(__file__).resolve().parents[2] / "replicas" / "demo")
-TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOL = {"type": "function", "name": "look", "parameters": NOTHING, "strict": True}
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ async def respond(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 
 
 async def test_a_chain_is_the_same_prompt_as_the_conversation_sent_whole(http: httpx.AsyncClient) -> None:
-    forced = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    forced = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 64}
     previous, whole = None, []
     for turn in range(20):
         is_call = turn % 4 == 1
