@@ -47,7 +47,8 @@ async def respond(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 
 async def test_a_chain_is_the_same_prompt_as_the_conversation_sent_whole(http: httpx.AsyncClient) -> None:
     forced = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 64}
-    previous, whole = None, []
+    previous: str | None = None
+    whole: list[dict[str, Any]] = []
     for turn in range(20):
         is_call = turn % 4 == 1
         if turn % 4 == 2:

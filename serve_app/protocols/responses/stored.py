@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ _PREFIXES = {
     "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
 }  # fmt: skip
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ANY_INPUT = "."
 """Input in place of a run's own: its reply does not depend on it."""
 _NO_USAGE = Usage(0, 0, 0)
@@ -40,7 +42,9 @@ def stored_items(given: object, owner_id: str, start: int = 0) -> tuple[str, ...
 
 def _with_id(item: dict[str, Any], suffix: str, number: int) -> JsonObject:
     kind = item.get("type", "message")
-    item_id = item.get("id") or f"{_PREFIXES[kind]}_{suffix}_i{number}"
+    given = item.get("id")
+    # Another id could not stand in a path.
+    item_id = given if given and _ID.fullmatch(given) else f"{_PREFIXES[kind]}_{suffix}_i{number}"
     stored = {"id": None, "type": kind, "status": "completed", **item} | {"id": item_id}
     if kind == "message" and isinstance(item["content"], str):
         part = "output_text" if item["role"] == "assistant" else "input_text"
