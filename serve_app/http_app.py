@@ -34,6 +34,7 @@ from serve_app.endpoints.jobs.prompt_batches import PromptBatchEndpoints
 from serve_app.endpoints.jobs.sync_prompts import SyncPromptEndpoints
 from serve_app.endpoints.operators.dashboard import DashboardEndpoints, Snapshots
 from serve_app.endpoints.operators.operations import Backends, OperationsEndpoints
+from serve_app.endpoints.operators.stored import StoredEndpoints
 from serve_app.endpoints.operators.usage import UsageEndpoints
 from serve_app.endpoints.pages import PageEndpoints
 from serve_app.errors import HttpError, http_failure, method_not_allowed, route_not_found
@@ -137,7 +138,7 @@ def _response_endpoints(
         return [ResponseEndpoints(bodies, completions, None, None)]
     reading = StoredResponseEndpoints(stored, completions.service, keep_alive_s)
     making = ResponseEndpoints(bodies, completions, stored, reading)
-    return [making, reading, ConversationEndpoints(bodies, stored)]
+    return [making, reading, ConversationEndpoints(bodies, stored), StoredEndpoints(stored)]
 
 
 def _dependencies(authenticator: Authenticator, limiter: KeyLimiter) -> Mapping[Access, Sequence[params.Depends]]:

@@ -27,6 +27,9 @@ from serve_app.jobs.storage.schema.database import JobsContext
 
 ResultT = TypeVar("ResultT")
 
+_NUM_AT_ONCE = 100
+"""Most responses or conversations that one transaction deletes."""
+
 _RECHECK_S = 0.2
 """Seconds to the next read of a response that a reader follows and that another worker may run."""
 
@@ -162,5 +165,13 @@ class SqlResponses:
         return await self._write(lambda c: conversations.delete_item(c, tenant, conversation_id, item_id))
 
     async def stored_by_tenant(self) -> Mapping[str, StoredSize]:
-        """Return what each tenant has stored."""
+        """Return the size of what each tenant has stored."""
         return await self._database.read(conversations.all_stored)
+
+    async def delete_stored(self, tenant: str) -> StoredSize:
+        """Delete all that a tenant has stored, and return its size before; what runs is stopped."""
+        size = (await self.stored_by_tenant()).get(tenant, StoredSize(0, 0, 0, None))
+        for delete_some in (responses.delete_some, conversations.delete_some):
+            while await self._write(lambda c: delete_some(c, tenant, _NUM_AT_ONCE)):  # noqa: B023
+                pass
+        return size

@@ -67,6 +67,7 @@ _EXAMPLES: Mapping[str, _Example] = {
     "POST /v1/conversations/{conversation_id}/items": _Example(body={"items": [_ITEM]}),
     "GET /v1/conversations/{conversation_id}/items/{item_id}": _Example(earlier=_FIRST_ITEM),
     "DELETE /v1/conversations/{conversation_id}/items/{item_id}": _Example(earlier=_FIRST_ITEM),
+    "DELETE /v1/stored/{tenant}": _Example(known={"tenant": "nobody"}),
     "GET /pages/{name}": _Example(known={"name": "base.css"}),
 }
 

@@ -212,7 +212,10 @@ class ResponsesService(Protocol):
         """Delete an item of a conversation, and return the conversation."""
 
     async def stored_by_tenant(self) -> Mapping[str, StoredSize]:
-        """Return what each tenant has stored."""
+        """Return the size of what each tenant has stored."""
+
+    async def delete_stored(self, tenant: str) -> StoredSize:
+        """Delete all that a tenant has stored, and return its size before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,15 @@ def delete_conversation(connection: Connection, tenant: str, conversation_id: st
     count_stored(connection, tenant, -row.num_bytes, num_conversations=-1)
 
 
+def delete_some(connection: Connection, tenant: str, limit: int) -> int:
+    """Delete up to `limit` of a tenant's conversations, and return their number."""
+    query = select(conversations.c.id).where(conversations.c.tenant == tenant).limit(limit)
+    ids = connection.execute(query).scalars().all()
+    for conversation_id in ids:
+        delete_conversation(connection, tenant, conversation_id)
+    return len(ids)
+
+
 def add_items(connection: Connection, tenant: str, conversation_id: str, items: Sequence[str]) -> int:
     """Add items to a conversation, except those whose ids it has; return the bytes added.
 

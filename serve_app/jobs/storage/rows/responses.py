@@ -174,6 +174,14 @@ def delete_response(connection: Connection, tenant: str, response_id: str) -> No
     _delete(connection, tenant, [get_row(connection, tenant, response_id, is_to_change=True)])
 
 
+def delete_some(connection: Connection, tenant: str, limit: int) -> int:
+    """Delete up to `limit` of a tenant's responses, and return their number."""
+    query = select(responses.c.number, responses.c.num_bytes).where(responses.c.tenant == tenant)
+    rows = connection.execute(query.limit(limit).with_for_update()).all()
+    _delete(connection, tenant, rows)
+    return len(rows)
+
+
 def cancel_response(connection: Connection, tenant: str, response_id: str) -> ResponseRecord:
     """End a response in the background as cancelled; one that has ended stays as it is.
 

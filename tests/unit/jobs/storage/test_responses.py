@@ -23,7 +23,7 @@ from serve_app.jobs.lifecycle.state_loops import BatchEvents
 from serve_app.jobs.responses import SqlResponses
 from serve_app.jobs.storage.ownership import reap_owner
 from serve_app.jobs.storage.response_outputs import NewOutput, commit_outputs, held_numbers, lease_responses
-from serve_app.jobs.storage.rows.responses import expire_responses
+from serve_app.jobs.storage.rows.responses import delete_some, expire_responses
 from serve_app.jobs.storage.schema.database import Database
 from serve_app.jobs.storage.schema.tables import conversation_items, conversations, response_deltas, responses, stored
 from testkit.jobs.database_worlds import MODEL, World
@@ -205,6 +205,19 @@ async def test_a_cancelled_response_is_not_written_any_more(store: SqlResponses,
     assert (progress.deltas, progress.record.status) == ((), ResponseStatus.CANCELLED)
 
 
+async def test_all_that_a_tenant_has_stored_is_counted_and_deleted(store: SqlResponses, world: World) -> None:
+    for name in ("a", "b"):
+        await add(store, name)
+    await add(store, "c", tenant="other")
+    await store.create_conversation("acme", ConversationRecord("conv", 1.0, "{}"), [item("first")])
+    size = (await store.stored_by_tenant())["acme"]
+    assert (size.num_responses, size.num_conversations, size.oldest_unix_s) == (2, 1, world.now)
+    assert await store.delete_stored("acme") == size
+    left = await store.stored_by_tenant()
+    assert (left["acme"].num_responses, left["acme"].num_bytes, left["other"].num_responses) == (0, 0, 1)
+    await check_sums(world)
+
+
 @contextmanager
 def statements(database: Database) -> Iterator[list[tuple[str, Any]]]:
     """Give the statements that are executed within the context, with their parameters."""
@@ -269,6 +282,7 @@ async def test_no_plan_has_a_scan(store: SqlResponses, world: World) -> None:
         await add(store, "e")
         await store.delete_response("acme", "e")
         await store.delete_conversation("acme", "conv")
+        await world.database.write(lambda c: delete_some(c, "acme", 10))
     assert len(seen) > 60
     found = {
         statement: steps
