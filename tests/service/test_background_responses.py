@@ -1,6 +1,7 @@
 """Responses in the background, whose service is killed: each ends once, and every reader sees every event once."""
 
 import asyncio
+import contextlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,6 +144,28 @@ def seeded_outputs(outcome: Outcome) -> list[str]:
         "".join(item.get("arguments") or item["content"][0]["text"] for item in response["output"])
         for response in whole
     ]
+
+
+async def test_a_response_whose_server_dies_while_its_client_waits_has_failed(tmp_path: Path) -> None:
+    with killed_service(DEMO, tmp_path) as service:
+        body = {**body_of(0), "stream": True}
+        text = ""
+        with contextlib.suppress(httpx.HTTPError):
+            async with (
+                httpx.AsyncClient(base_url=service.url or "", timeout=LIMIT_S) as http,
+                http.stream("POST", "/v1/responses", json=body) as response,
+            ):
+                async for part in response.aiter_text():
+                    text += part
+                    service.kill()
+        assert "[DONE]" not in text
+        path = f"/v1/responses/{json.loads(text.partition('data: ')[2].partition(chr(10))[0])['response']['id']}"
+        await asyncio.to_thread(service.start)
+        async with httpx.AsyncClient(base_url=service.url or "", timeout=LIMIT_S) as http:
+            async with asyncio.timeout(LIMIT_S):
+                while (stored := (await http.get(path)).json())["status"] == "in_progress":
+                    await asyncio.sleep(0.1)
+    assert (stored["status"], stored["error"]["type"]) == ("failed", "replica_lost")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ async def test_what_a_hint_names_exists(api: Api) -> None:
     [
         ("/api/chat", "it is Ollama's API; use POST /v1/chat/completions"),
         ("/v1/messages/batches/b", "it is Anthropic's API; use POST /v1/batches"),
-        ("/v1/threads/t/runs", "it is OpenAI's API; conversations are not stored"),
+        ("/v1/threads/t/runs", "it is OpenAI's API; use POST /v1/responses and POST /v1/conversations"),
         ("/apis", None),
         ("/v1/nowhere", None),
         ("/", None),
