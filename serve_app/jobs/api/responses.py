@@ -81,7 +81,6 @@ class ResponseRecord:
     response: str
     """JSON of the response as it was stored last."""
     output: tuple[str, ...]
-    is_background: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,12 +192,14 @@ class ResponseWorker:
         changed = {output.number for output in outputs}
         for one in running:
             number = one.leased.number
-            if number not in held and number in self._running:
+            if number not in held and self._running.get(number) is one:
                 self._stop(one)
             if number in changed:
                 self._on_changed(one.leased.id)
 
     def _output_of(self, running: _Running) -> NewOutput | None:
+        if running.finish is not None and running.outcome is None:
+            return None  # The last delta and the end are committed together: who takes over would go on behind it.
         delta = running.take()
         if running.outcome is not None:
             return NewOutput(running.leased.number, delta, self._end_of(running, running.outcome))

@@ -26,7 +26,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ANY_INPUT = "."
 """Input in place of a run's own: its reply does not depend on it."""
 _NO_USAGE = Usage(0, 0, 0)
-LOST = "the process that answered has ended"
+_LOST = "the process that answered has ended"
 
 
 def stored_items(given: object, owner_id: str, start: int = 0) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def response_object(response: str, output: Sequence[str], status: str) -> JsonOb
     stored: JsonObject = from_json(response)
     changes: JsonObject = {"status": status, "output": parsed_items(output)}
     if status == "failed" and stored["error"] is None:
-        changes["error"] = {"code": "server_error", "type": "replica_lost", "message": LOST}
+        changes["error"] = {"code": "server_error", "type": "replica_lost", "message": _LOST}
     return stored | changes
 
 

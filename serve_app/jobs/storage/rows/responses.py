@@ -127,7 +127,7 @@ def get_row(connection: Connection, tenant: str, response_id: str, is_to_change:
 def response_record(row: Row[Any]) -> ResponseRecord:
     """Return a row as a record."""
     status = ResponseStatus(row.status)
-    return ResponseRecord(row.id, status, row.response, split_items(row.output), bool(row.is_background))
+    return ResponseRecord(row.id, status, row.response, split_items(row.output))
 
 
 def get_run(connection: Connection, tenant: str, response_id: str) -> ResponseRun | None:
