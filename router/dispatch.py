@@ -44,7 +44,7 @@ class ResumableRequest:
         self.timeline = timeline
         self._num_prompt_logprobs = 0
         self._num_seen_here = 0
-        self.output_token_ids: list[int] = []
+        self.output_token_ids = list(request.output_token_ids)
         self.is_finished = False
         self.num_deaths = 0
         self.num_migrations = 0

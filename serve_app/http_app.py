@@ -18,11 +18,13 @@ from starlette.routing import Match, Route
 from replicas.errors import ServingError
 from replicas.timing.clock import Clock
 from serve_app.endpoints.generation.completions import CompletionEndpoints
+from serve_app.endpoints.generation.conversations import ConversationEndpoints
 from serve_app.endpoints.generation.messages import MessageEndpoints
 from serve_app.endpoints.generation.models import ModelEndpoints
 from serve_app.endpoints.generation.request_status import RequestEndpoints
 from serve_app.endpoints.generation.responder import Completions
 from serve_app.endpoints.generation.responses import ResponseEndpoints
+from serve_app.endpoints.generation.stored_responses import StoredResponseEndpoints
 from serve_app.endpoints.jobs.batches import BatchEndpoints
 from serve_app.endpoints.jobs.files import FileEndpoints
 from serve_app.endpoints.jobs.job_requests import JobRequests
@@ -32,6 +34,7 @@ from serve_app.endpoints.jobs.prompt_batches import PromptBatchEndpoints
 from serve_app.endpoints.jobs.sync_prompts import SyncPromptEndpoints
 from serve_app.endpoints.operators.dashboard import DashboardEndpoints, Snapshots
 from serve_app.endpoints.operators.operations import Backends, OperationsEndpoints
+from serve_app.endpoints.operators.stored import StoredEndpoints
 from serve_app.endpoints.operators.usage import UsageEndpoints
 from serve_app.endpoints.pages import PageEndpoints
 from serve_app.errors import HttpError, http_failure, method_not_allowed, route_not_found
@@ -45,6 +48,7 @@ from serve_app.http.request_registry import RequestRegistry
 from serve_app.http.settings import IngressSettings
 from serve_app.http.unread_bodies import UnreadBodyMiddleware
 from serve_app.http.web_pages import OriginsMiddleware, WebPageGuard
+from serve_app.jobs.response_client import StoredResponses
 from serve_app.keys.authenticator import Authenticator, require_operator
 from serve_app.keys.rate_limits import KeyLimiter
 from serve_app.monitoring.families import CountsCollector
@@ -95,7 +99,7 @@ def create_api(
     endpoints: list[object] = [
         CompletionEndpoints(bodies, completions),
         MessageEndpoints(bodies, completions),
-        ResponseEndpoints(bodies, completions),
+        *_response_endpoints(bodies, completions, backends.responses, settings.keep_alive_s),
         SyncPromptEndpoints(bodies, service, settings, clock),
         RequestEndpoints(registry, None if jobs is None else jobs.client),
     ]
@@ -125,6 +129,16 @@ def create_api(
     for kind in (ServingError, HttpError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     return app
+
+
+def _response_endpoints(
+    bodies: BodyReader, completions: Completions, stored: StoredResponses | None, keep_alive_s: float
+) -> list[object]:
+    if stored is None:
+        return [ResponseEndpoints(bodies, completions, None, None)]
+    reading = StoredResponseEndpoints(stored, completions.service, keep_alive_s)
+    making = ResponseEndpoints(bodies, completions, stored, reading)
+    return [making, reading, ConversationEndpoints(bodies, stored), StoredEndpoints(stored)]
 
 
 def _dependencies(authenticator: Authenticator, limiter: KeyLimiter) -> Mapping[Access, Sequence[params.Depends]]:

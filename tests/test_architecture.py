@@ -67,6 +67,7 @@ CONFINED = {
         "serve_app.jobs.lifecycle",
         "serve_app.jobs.execution",
         "serve_app.jobs.service",
+        "serve_app.jobs.responses",
     ),
     "alembic": ("serve_app.jobs.storage",),
     "torch": ("replicas.model", "serve_app.deployments.autoscaling"),

@@ -25,6 +25,7 @@ from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsService
 from serve_app.jobs.client import ServeJobs
 from serve_app.jobs.files.store import FsspecStore
+from serve_app.jobs.response_client import StoredResponses
 from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
@@ -72,6 +73,7 @@ class Ingress:
         )
         self._ledger = UsageLedger(clock)
         client = self._jobs.client
+        self._responses = StoredResponses(client, settings.jobs.heartbeat_s)
         self._reporter = UsageReporter(self._ledger, lambda report: client.call(JobsService.report_usage, report))
         self._limiter = KeyLimiter(clock.monotonic, self._routing.gossip.keys_of_peers)
         self._routing.gossip.keys_in_use = self._limiter.keys_in_use
@@ -98,6 +100,7 @@ class Ingress:
             tasks.create_task(self._routing.run())
             tasks.create_task(self._reporter.run())
             tasks.create_task(self._history.run())
+            tasks.create_task(self._responses.run())
 
     async def reconfigure(self, changeable: dict[str, Any]) -> None:
         """Set what may change: the bounds on the number of model replicas, and the time of streams after a removal.
@@ -142,6 +145,7 @@ class Ingress:
                     self._ledger,
                     self._limiter,
                     self._history,
+                    self._responses,
                 ),
                 metrics=self._metrics,
                 gate=self._gate,

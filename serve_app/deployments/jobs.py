@@ -24,6 +24,7 @@ from serve_app.deployments.process import (
 )
 from serve_app.deployments.serve_hooks import listen_on_loopback
 from serve_app.jobs.api.records import JobsCounts
+from serve_app.jobs.api.responses import ResponsesService
 from serve_app.jobs.client import answer
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.models.local_models import local_checkpoint
@@ -110,7 +111,12 @@ class Jobs:
         return LineRunner(service, metrics, random.Random(), clock, self._tracer)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> object:
-        """Call a method of `JobsService` for `ServeJobs`; return its answer, or the ServingError that it raised."""
+        """Call a method of `JobsService` or `ResponsesService` for `ServeJobs`.
+
+        It returns the answer, or the ServingError that the method raised.
+        """
+        if hasattr(ResponsesService, name):
+            return await answer(self._runtime.responses, name, arguments)
         return await answer(self if name == "metrics" else self.service, name, arguments)
 
     async def metrics(self) -> JobsCounts:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from replicas.errors import ServingError
 from serve_app.http.exchange import Exchange, fail
 from serve_app.http.streaming import send_body, send_part
 from serve_app.openai.reply.fan_in import IndexedDelta
@@ -63,18 +65,26 @@ class EventStream(Response):
         own = self._prepared.format.keep_alive
         keep_alive = KEEP_ALIVE if own is None else event(own)
         sender = _Sender(send, self._start_message, self._header_wait_s, self._keep_alive_s, keep_alive)
-        await send_body(self._exchange, receive, send, self._run(sender), sender.keep_alive)
+        try:
+            await send_body(self._exchange, receive, send, self._run(sender), sender.keep_alive)
+        finally:
+            if self._exchange.record is not None:
+                self._exchange.record.left()
 
     async def _run(self, sender: _Sender) -> None:
         try:
             # Leave the generation before the last events are sent: a client that does not read would keep its slot.
             async with self._service.streams(self._prepared) as deltas, self._exchange.cancellation.within():
                 async for item in deltas:
+                    if self._exchange.record is not None:
+                        await self._exchange.record.begun()
                     opening = self._written(self._prepared.format.opening(item.index))
                     self._prepared.progress.add(item)
                     await sender.send(opening + await self._events(item))
             fields, usage = self._service.closing_fields(self._prepared), self._prepared.usage()
             closing = self._prepared.format.closing(fields, usage)
+            if self._exchange.record is not None:
+                await self._exchange.record.ended(closing[-1]["response"])
             await sender.send(b"".join(map(event, closing)) + (DONE if self._prepared.format.ends_with_done else b""))
         except Exception as error:
             if not sender.has_begun:
@@ -82,7 +92,11 @@ class EventStream(Response):
             # The status has been sent, so the error is an event of the stream.
             reply = fail(self._exchange, error)
             body = reply.body_at(self._exchange.path, self._exchange.request_id)
-            await sender.send(b"".join(map(event, self._prepared.format.failure(body, reply.code, reply.message))))
+            events = self._prepared.format.failure(body, reply.code, reply.message)
+            if self._exchange.record is not None:
+                with contextlib.suppress(ServingError):
+                    await self._exchange.record.ended(events[-1]["response"])
+            await sender.send(b"".join(map(event, events)))
 
     async def _events(self, item: IndexedDelta) -> bytes:
         if self._usage_on_every_chunk:

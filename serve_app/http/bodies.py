@@ -86,6 +86,14 @@ class BodyReader:
         exchange_of(request).ignored_fields = converted.ignored_fields
         return converted.value
 
+    async def run_by_size(self, work: Callable[[], ResultT], owner: WorkOwner, num_bytes: int) -> ResultT:
+        """Return the result of work on a body and on `num_bytes` that belong to it; a large one is not done here.
+
+        Raises:
+            Overloaded, NoReplicaAvailable: as `read` does.
+        """
+        return await self._workers.run_by_size(work, owner, num_bytes, _LARGE_BODY_BYTES)
+
     async def stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the body of any type and size in parts, as they arrive.
 

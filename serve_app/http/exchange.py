@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from pydantic_core import to_json
 from starlette.datastructures import Headers
@@ -74,6 +75,27 @@ class Cancellation:
             self._limit = None
 
 
+class ReplyRecord(Protocol):
+    """Record of a reply that is stored while it is made."""
+
+    async def begun(self) -> None:
+        """Wait until the begin is stored; the client sees nothing of the reply before.
+
+        Raises:
+            ServingError: it cannot be stored.
+        """
+
+    async def ended(self, reply: dict[str, Any]) -> None:
+        """Store the end; the client sees it afterwards.
+
+        Raises:
+            ServingError: it cannot be stored.
+        """
+
+    def left(self) -> None:
+        """Note that nothing more is sent: a reply without an end was cancelled."""
+
+
 @dataclass(slots=True)
 class Exchange:
     """State of one request and its response; one task owns it."""
@@ -111,6 +133,8 @@ class Exchange:
     error: ErrorReply | None = None
     """Error sent to the client, as the response or at the end of a stream."""
     cancellation: Cancellation = field(default_factory=Cancellation)
+    record: ReplyRecord | None = None
+    """Record of the reply; None: it is not stored."""
     details: dict[str, object] = field(default_factory=dict)
     """Fields that an endpoint adds to the final log line: ids and counts, never the client's text."""
 

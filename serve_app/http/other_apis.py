@@ -11,7 +11,8 @@ _BATCHES = "use POST /v1/batches"
 _ONE_MODEL = "a server has one model from its start on (`headway serve MODEL`, `headway models` on its machine)"
 _NO_VECTORS = "models generate text; use another server for embeddings, scores and classes"
 _TEXT_ONLY = "models read and write text only"
-_STATELESS = "conversations are not stored; send all messages to POST /v1/chat/completions"
+_CONVERSATIONS = "use POST /v1/responses and POST /v1/conversations"
+_NOT_STORED = "chat completions are not stored; POST /v1/responses stores its answers"
 _NO_TRAINING = "models are served as they are; fine-tune elsewhere, and serve the result"
 _NO_ADAPTERS = "adapters are not served; merge them into the weights"
 _CACHE = "the prefix cache is cleared by a restart, and divided by a request's `cache_salt`"
@@ -56,9 +57,7 @@ OTHER_APIS: Mapping[str, Mapping[str, str]] = {
         "/v1/messages/batches": f"{_BATCHES} with the endpoint /v1/messages", "/v1/complete": _COMPLETIONS,
     },
     "OpenAI's": {
-        "/v1/responses": f"{_STATELESS} or /v1/responses",
-        "/v1/conversations": _STATELESS,
-        "/v1/assistants": _STATELESS, "/v1/threads": _STATELESS, "/v1/chat/completions": _STATELESS,
+        "/v1/assistants": _CONVERSATIONS, "/v1/threads": _CONVERSATIONS, "/v1/chat/completions": _NOT_STORED,
         "/v1/embeddings": _NO_VECTORS, "/v1/moderations": _NO_VECTORS, "/v1/vector_stores": _NO_VECTORS,
         "/v1/images": _TEXT_ONLY, "/v1/audio": _TEXT_ONLY, "/v1/videos": _TEXT_ONLY, "/v1/realtime": _TEXT_ONLY,
         "/v1/fine_tuning": _NO_TRAINING, "/v1/fine-tunes": _NO_TRAINING, "/v1/evals": _BATCHES,

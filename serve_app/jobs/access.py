@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from serve_app.jobs.api.errors import UnknownBatch, UnknownFile, UnknownJob
+from serve_app.jobs.api.errors import UnknownBatch, UnknownFile, UnknownJob, UnknownResponse
 from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsClient, JobsService, JobsSettings
 from serve_app.jobs.files.store import FileStore
 from serve_app.jobs.webhooks.guard import WebhookGuard
@@ -50,6 +50,17 @@ def checked_file_id(text: str) -> str:
     """
     if not _ID.fullmatch(text):
         raise UnknownFile(f"there is no file `{text[:_MAX_SHOWN_CHARS]}`")
+    return text
+
+
+def stored_id_of(text: str) -> str:
+    """Return `text` if it has the form of the id of a stored response, conversation or item.
+
+    Raises:
+        UnknownResponse: it has another form.
+    """
+    if not _ID.fullmatch(text):
+        raise UnknownResponse(f"there is nothing stored under `{text[:_MAX_SHOWN_CHARS]}`")
     return text
 
 

@@ -17,7 +17,7 @@ from replicas.errors import NoReplicaAvailable, ServingError, is_cancelled
 from replicas.protocol import Metric, MetricKind
 from router.serve_router import HANDLE_ERRORS, in_own_context
 from serve_app.jobs.api.errors import BatchNotCancellable, UnknownFile
-from serve_app.jobs.api.records import JobsCounts, JobsService, JsonObject
+from serve_app.jobs.api.records import JobsCounts, JsonObject
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -53,9 +53,9 @@ class ServeJobs:
         self._limit_s = limit_s
 
     async def call(
-        self, method: Callable[Concatenate[JobsService, P], Awaitable[ResultT]], *args: P.args, **arguments: P.kwargs
+        self, method: Callable[Concatenate[Any, P], Awaitable[ResultT]], *args: P.args, **arguments: P.kwargs
     ) -> ResultT:
-        """Call a method of `JobsService` and return its answer.
+        """Call a method of `JobsService` or `ResponsesService` and return its answer.
 
         Raises:
             ServingError: the method raised it, or it failed.

@@ -15,6 +15,7 @@ from serve_app.jobs.api.records import BatchProgress, BatchStatus, LineStatus
 from serve_app.jobs.execution.line_queue import LineQueue
 from serve_app.jobs.execution.line_runner import LineRunner
 from serve_app.jobs.execution.planning import LineCapacity
+from serve_app.jobs.execution.response_worker import ResponseWorker
 from serve_app.jobs.execution.throughput import BacklogView
 from serve_app.jobs.execution.worker import ResultWriter, Worker
 from serve_app.jobs.lifecycle.finalizer import Finalizer
@@ -22,6 +23,7 @@ from serve_app.jobs.lifecycle.state_loops import BatchEvents, Lifecycle
 from serve_app.jobs.lifecycle.sweeper import Sweeper
 from serve_app.jobs.lifecycle.validator import Validator
 from serve_app.jobs.metrics import jobs_metrics, storage_metric
+from serve_app.jobs.responses import SqlResponses
 from serve_app.jobs.service import SqlJobsService
 from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.lines import EndedLines
@@ -69,6 +71,7 @@ class JobsRuntime:
             ResultWriter(context, self._ownership, self._results_written),
         )
         self._events = BatchEvents(self._worker.notify, self._worker.abandon)
+        self._responses = ResponseWorker(context, self._ownership, line_runner.service, self._events.ended)
         self._lifecycle = Lifecycle(
             context, self._ownership, Validator(context), Finalizer(context, self._ended_lines), self._events
         )
@@ -76,6 +79,7 @@ class JobsRuntime:
         self.service = SqlJobsService(
             context, self._events, backlog.throughput, self._sweeper.delete_pending_files, line_runner.lines.find
         )
+        self.responses = SqlResponses(context, self._events, self._responses.notify)
         self.outbox = SqlOutbox(context, self._ownership)
         self._loops: asyncio.Task[None] | None = None
 
@@ -118,10 +122,21 @@ class JobsRuntime:
             is_begun = await self._try_to_begin()
 
     def _stored_loops(self) -> Iterator[Coroutine[Any, Any, None]]:
-        yield self._ownership.run(on_lost=self._worker.abandon, on_freed=self._events.released)
+        yield self._ownership.run(on_lost=self._abandon, on_freed=self._released)
         yield self._lifecycle.run()
         yield self._sweeper.run()
         yield self._worker.run()
+        yield self._responses.run()
+
+    def _abandon(self) -> None:
+        """Stop all that this worker has lost."""
+        self._worker.abandon()
+        self._responses.abandon()
+
+    def _released(self) -> None:
+        """Take over the work of a dead worker."""
+        self._events.released()
+        self._responses.notify()
 
     async def _try_to_begin(self) -> bool:
         """Open the database and register this process anew; return False if the storage cannot be used.
@@ -132,7 +147,7 @@ class JobsRuntime:
             await asyncio.to_thread(self._context.database.open)
             await self._worker.flush()
             await self._ownership.renew()
-            self._worker.abandon()
+            self._abandon()
             await self._ownership.reap_dead()
         except StorageUnavailable as error:
             self._tell_fault(error)

@@ -28,8 +28,9 @@ from serve_app.openai.reply.format import (
     fingerprint_of,
     json_in_pieces,
 )
-from serve_app.openai.reply.prepared_completion import PreparedCompletion
+from serve_app.openai.reply.prepared_completion import ParserOptions, PreparedCompletion
 from serve_app.openai.reply.request_metrics import request_metrics
+from serve_app.openai.reply.stored_run import StoredRun
 from serve_app.openai.request.caller import Caller, WorkOwner, tier_of
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt, GenerationBody
@@ -194,7 +195,8 @@ class CompletionService:
         requests = chat_requests(body, prompt, caller, card, self._rng, self._cache_salt(body, caller))
         requests = await self._constrained(body, requests, grammar, owner)
         head = self._head(caller, card, requests)
-        make_parser = self._parser_factory(body, text, caller, is_bound=grammar is not None)
+        parser = self._parser_options(body, text, is_bound=grammar is not None)
+        make_parser = self._parser_factory(body, caller.request_id, parser)
         if make_parser is not None and self._tokenizer.marker_token_ids:
             visible = self._tokenizer.marker_token_ids
             requests = tuple(_with_params(generation, visible_special_token_ids=visible) for generation in requests)
@@ -207,6 +209,24 @@ class CompletionService:
             reply_format=kind.make(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser),
             prompts=[prompt],
             grammar=grammar,
+            parser=parser,
+        )
+
+    def restored(self, run: StoredRun, prompt: Sequence[int], body: ChatBody, kind: ReplyKind) -> PreparedCompletion:
+        """Return the chat completion of a run that was accepted before, with the tokens of its prompt."""
+        params = run.request.params
+        body = body.model_copy(update={"temperature": params.temperature, "top_p": params.top_p})
+        make_parser = self._parser_factory(body, run.head.id, run.parser)
+        return PreparedCompletion(
+            id=run.head.id,
+            model=run.head.model,
+            account=run.account,
+            body=body,
+            requests=(replace(run.request, prompt_token_ids=tuple(prompt)),),
+            format=kind.make(run.head, body, prompt, self._tokenizer.token_text, make_parser),
+            progress=Progress([len(prompt)], 1),
+            timelines=(Timeline(self._model.clock()),),
+            parser=run.parser,
         )
 
     async def num_prompt_tokens(self, body: ChatBody, caller: Caller) -> int:
@@ -269,6 +289,7 @@ class CompletionService:
         reply_format: ReplyFormat,
         prompts: Sequence[EncodedPrompt],
         grammar: OutputGrammar | None,
+        parser: ParserOptions | None = None,
     ) -> PreparedCompletion:
         past = caller.timeline or Timeline(self._model.clock())
         return PreparedCompletion(
@@ -281,6 +302,7 @@ class CompletionService:
             progress=Progress([len(prompt.token_ids) for prompt in prompts], body.n),
             timelines=tuple(past.fork() for _ in requests),
             not_enforced=() if grammar is None else grammar.not_enforced,
+            parser=parser,
         )
 
     def headroom(self, prepared: PreparedCompletion) -> Headroom:
@@ -391,18 +413,30 @@ class CompletionService:
         key = grammar_key(body, dialect, prompt)
         return await self._grammars.checked(partial(chat_grammar, body, dialect, prompt), owner, key)
 
-    def _parser_factory(
-        self, body: ChatBody, prompt: str, caller: Caller, is_bound: bool
-    ) -> Callable[[], OutputParser] | None:
-        """Return the factory of the choices' parsers; None if outputs have neither calls nor reasoning."""
-        family, tools = self._tokenizer.family, callable_tools(body)
-        if not tools and family.reasoning is None:
+    def _parser_options(self, body: ChatBody, prompt: str, is_bound: bool) -> ParserOptions | None:
+        """Return the options of the outputs' parser; None if outputs have neither calls nor reasoning."""
+        family = self._tokenizer.family
+        if not callable_tools(body) and family.reasoning is None:
             return None
-        starts_in_reasoning = thinking_of(family, prompt) is Thinking.OPEN
         # Calls that a grammar binds are valid, so they may be shown before they are whole.
+        return ParserOptions(thinking_of(family, prompt) is Thinking.OPEN, whole_calls=not is_bound)
+
+    def _parser_factory(
+        self, body: ChatBody, request_id: str, options: ParserOptions | None
+    ) -> Callable[[], OutputParser] | None:
+        """Return the factory of the choices' parsers; None without options."""
+        if options is None:
+            return None
         # The ids of calls follow from that of the request: a repeated run gives the same ones.
-        rng = random.Random(caller.request_id)
-        return partial(OutputParser, family, tools, rng, starts_in_reasoning, whole_calls=not is_bound)
+        rng = random.Random(request_id)
+        return partial(
+            OutputParser,
+            self._tokenizer.family,
+            callable_tools(body),
+            rng,
+            options.starts_in_reasoning,
+            whole_calls=options.whole_calls,
+        )
 
     async def _with_text(self, prompt: EncodedPrompt, owner: WorkOwner) -> EncodedPrompt:
         if prompt.text is not None:

@@ -36,6 +36,11 @@ class _Example:
 
 _ID = {"FILE_ID": ("POST /v1/files", "id")}
 _ANSWERED = {"REQUEST_ID": ("POST /v1/chat/completions", "id")}
+_ITEM = {"type": "message", "role": "user", "content": "Hello!"}
+_FIRST_ITEM = {
+    "CONVERSATION_ID": ("POST /v1/conversations", "id"),
+    "ITEM_ID": ("GET /v1/conversations/{conversation_id}/items", "data 0 id"),
+}
 _EXAMPLES: Mapping[str, _Example] = {
     "POST /v1/chat/completions": _Example({"model": _MODEL, **_CHAT}),
     "POST /v1/completions": _Example({"model": _MODEL, "prompt": "The sea", "max_tokens": 16}),
@@ -57,6 +62,12 @@ _EXAMPLES: Mapping[str, _Example] = {
     "POST /v1/batch/async": _Example({"model": _MODEL, **_PROMPTS}),
     "POST /v1/batch/sync": _Example({"model": _MODEL, **_PROMPTS}),
     "POST /v1/replicas/{replica_id}/drain": _Example(earlier={"REPLICA_ID": ("GET /load", "replicas 0 replica_id")}),
+    "POST /v1/conversations": _Example(body={"items": [_ITEM]}),
+    "POST /v1/conversations/{conversation_id}": _Example(body={"metadata": {"topic": "greetings"}}),
+    "POST /v1/conversations/{conversation_id}/items": _Example(body={"items": [_ITEM]}),
+    "GET /v1/conversations/{conversation_id}/items/{item_id}": _Example(earlier=_FIRST_ITEM),
+    "DELETE /v1/conversations/{conversation_id}/items/{item_id}": _Example(earlier=_FIRST_ITEM),
+    "DELETE /v1/stored/{tenant}": _Example(known={"tenant": "nobody"}),
     "GET /pages/{name}": _Example(known={"name": "base.css"}),
 }
 

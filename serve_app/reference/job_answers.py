@@ -290,6 +290,25 @@ class PromptBatchPage(PromptBatchObject):
 
 
 @described
+class StoredObject(TypedDict):
+    """Size of what a tenant has stored."""
+
+    tenant: str
+    num_responses: int
+    num_conversations: int
+    num_bytes: int
+    oldest_response_at: int | None
+
+
+@described
+class StoredList(TypedDict):
+    """Sizes of what tenants have stored."""
+
+    object: Literal["list"]
+    data: list[StoredObject]
+
+
+@described
 class PromptBatchStats(TypedDict):
     """Numbers of all batches and jobs by status, and their throughput."""
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from replicas.protocol import ModelCard
 from router.dispatch import Dispatcher
 from serve_app.http_app import Backends, IngressSettings, create_api
+from serve_app.jobs.response_client import StoredResponses
 from serve_app.monitoring.load_history import LoadHistory
 from serve_app.openai.service import Meter
 from serve_app.reference.document import api_document
@@ -124,6 +125,7 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             dispatcher: dict[str, Any] | None = None,
             job_limits: dict[str, int] | None = None,
             has_jobs: bool = True,
+            stores_responses: bool = False,
             tracer: Tracer | None = None,
             meter: Meter | None = None,
             history_times: Sequence[float] = (),
@@ -138,12 +140,11 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             history = LoadHistory(cast("Dispatcher", front), lambda: next(times))
             for _ in history_times:
                 history.add_sample()
-            app = create_api(
-                IngressSettings(**options),
-                Backends(cast("Dispatcher", front), jobs=access, meter=meter, history=history),
-                tracer=tracer,
-                rng=random.Random(0),
+            responses = StoredResponses(access.client, 1.0) if access is not None and stores_responses else None
+            backends = Backends(
+                cast("Dispatcher", front), jobs=access, meter=meter, history=history, responses=responses
             )
+            app = create_api(IngressSettings(**options), backends, tracer=tracer, rng=random.Random(0))
             checked.append(CheckedApp(app, documented_answers(operations_of(app))))
             transport = httpx.ASGITransport(app=checked[-1], raise_app_exceptions=False)
             http = httpx.AsyncClient(transport=transport, base_url="http://test")

@@ -28,12 +28,13 @@ from router.watch import WatchSettings
 from serve_app.http_app import Backends, IngressSettings, create_api
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsCounts, JobsService, JobsSettings
+from serve_app.jobs.api.responses import ResponsesService
 from serve_app.jobs.execution.line_runner import LineRunner
 from serve_app.jobs.execution.planning import LineCapacity
 from serve_app.jobs.execution.throughput import BacklogView
 from serve_app.jobs.files.store import FsspecStore
+from serve_app.jobs.response_client import StoredResponses
 from serve_app.jobs.runtime import JobsRuntime
-from serve_app.jobs.service import SqlJobsService
 from serve_app.jobs.storage.schema.database import Database, JobsContext
 from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.addresses import AllowedHosts
@@ -89,14 +90,15 @@ class LocalRouting:
 
 
 class LocalJobs:
-    """The jobs service of this process, with the one method that a deployment adds."""
+    """The jobs services of this process, with the one method that a deployment adds."""
 
-    def __init__(self, service: SqlJobsService, registry: CollectorRegistry) -> None:
-        self._service = service
+    def __init__(self, runtime: JobsRuntime, registry: CollectorRegistry) -> None:
+        self._runtime = runtime
         self._registry = registry
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._service, name)
+        runtime = self._runtime
+        return getattr(runtime.responses if hasattr(ResponsesService, name) else runtime.service, name)
 
     async def metrics(self) -> JobsCounts:
         return JobsCounts(router=families_of_process(self._registry, "jobs"))
@@ -112,9 +114,9 @@ class LocalService:
 
 @contextlib.asynccontextmanager
 async def local_service(
-    options: ReplicaOptions, settings: IngressSettings, data_dir: Path | None = None
+    options: ReplicaOptions, settings: IngressSettings, data_dir: Path | None = None, job_lease_s: float = 10.0
 ) -> AsyncIterator[LocalService]:
-    """Serve a model; with files, batches and jobs where there is a directory for them."""
+    """Serve a model; with files, batches, jobs and stored responses where there is a directory for them."""
     async with contextlib.AsyncExitStack() as stack:
         replica = ModelReplica(options, "replica-0", "node-0")
         engine = replica.start()
@@ -122,7 +124,8 @@ async def local_service(
         client = LocalReplicaClient(engine, replica.card)
         jobs = None
         if data_dir is not None:
-            jobs = await stack.enter_async_context(_jobs(client, settings, data_dir))
+            job_settings = JobsSettings(settings.served_model_name, job_lease_s=job_lease_s)
+            jobs = await stack.enter_async_context(_jobs(client, settings, job_settings, data_dir))
         metrics = HttpMetrics(settings.served_model_name)
         dispatcher = LocalRouting(client, metrics).dispatcher
         polling = asyncio.create_task(dispatcher.run())
@@ -131,26 +134,30 @@ async def local_service(
         sampling = asyncio.create_task(history.run())
         stack.callback(sampling.cancel)
         ledger = UsageLedger(Clock())
+        responses = None
         if jobs is not None:
+            responses = StoredResponses(jobs.client, jobs.settings.heartbeat_s)
+            holding = asyncio.create_task(responses.run())
+            stack.callback(holding.cancel)
             call = jobs.client.call
             reporter = UsageReporter(ledger, lambda report: call(JobsService.report_usage, report), _USAGE_PERIOD_S)
             reporting = asyncio.create_task(reporter.run())
             stack.callback(reporting.cancel)
         tracer = Tracer(settings.tracing, "headway-ingress", "0")
         stack.push_async_callback(asyncio.to_thread, tracer.close)
-        app = create_api(
-            settings, Backends(dispatcher, jobs=jobs, meter=ledger, history=history), metrics=metrics, tracer=tracer
-        )
+        backends = Backends(dispatcher, jobs=jobs, meter=ledger, history=history, responses=responses)
+        app = create_api(settings, backends, metrics=metrics, tracer=tracer)
         yield LocalService(await stack.enter_async_context(serving(app)), engine)
 
 
 @contextlib.asynccontextmanager
-async def _jobs(client: LocalReplicaClient, settings: IngressSettings, data_dir: Path) -> AsyncIterator[JobsAccess]:
+async def _jobs(
+    client: LocalReplicaClient, settings: IngressSettings, job_settings: JobsSettings, data_dir: Path
+) -> AsyncIterator[JobsAccess]:
     """Run the jobs process's parts; yield an ingress's access to them."""
     name = settings.served_model_name
     metrics = HttpMetrics(name)
     routing, files = LocalRouting(client, metrics), FsspecStore(f"{data_dir}/files")
-    job_settings = JobsSettings(name)
     database = await asyncio.to_thread(Database, f"sqlite:///{data_dir}/jobs.sqlite3")
     defaults = SamplingDefaults.load(settings.model)
     known = KnownModel((name,), routing.dispatcher, time.monotonic, defaults)
@@ -168,7 +175,7 @@ async def _jobs(client: LocalReplicaClient, settings: IngressSettings, data_dir:
     await runtime.start(routing.dispatcher.run(), files.keep_clean(), reporter.run())
     try:
         guard = WebhookGuard(AllowedHosts.parse(""), SystemResolver())
-        jobs = LocalJobsClient(LocalJobs(runtime.service, metrics.registry))
+        jobs = LocalJobsClient(LocalJobs(runtime, metrics.registry))
         yield JobsAccess(jobs, files, guard, job_settings)
     finally:
         await runtime.stop()

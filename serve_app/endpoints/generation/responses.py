@@ -1,39 +1,60 @@
-"""Endpoints of OpenAI's Responses API: POST /v1/responses and /v1/responses/input_tokens."""
+"""Endpoints that make responses: POST /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.endpoints.generation.completions import ANSWER_HEADERS
 from serve_app.endpoints.generation.responder import Completions
+from serve_app.endpoints.generation.stored_reply import StoredReply
+from serve_app.endpoints.generation.stored_responses import StoredResponseEndpoints
 from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import caller_of, exchange_of, json_response
+from serve_app.http.exchange import caller_of, exchange_of, json_response, tenant_of
+from serve_app.http.streaming import while_connected
+from serve_app.jobs.api.responses import NewResponse, ResponseRun, ResponsesService
+from serve_app.jobs.response_client import StoredResponses
+from serve_app.openai.reply.prepared_completion import PreparedCompletion
+from serve_app.openai.reply.stored_run import StoredRun, packed
+from serve_app.protocols.adapted_chat import AdaptedChat
 from serve_app.protocols.responses.answers import InputTokens, ResponseEvent, ResponseObject
-from serve_app.protocols.responses.conversion import adapted_response
+from serve_app.protocols.responses.conversion import ResponseRequest, adapted_response
+from serve_app.protocols.responses.reply import ResponseFormat
 from serve_app.protocols.responses.schema import RESPONSES_IGNORED, RESPONSES_LEVEL, ResponsesBody
+from serve_app.protocols.responses.stored import parsed_items, stored_items
 from serve_app.reference.operations import (
     BODY_FAILURES,
     COMPLETION_FAILURES,
     LOOKUP_FAILURES,
     URGENCY_HEADERS,
     Access,
+    Created,
     Fields,
     Operation,
 )
 
 _IGNORED_TOOLS = "x-headway-ignored-tools"
+_ANSWER_HEADERS = (*ANSWER_HEADERS, _IGNORED_TOOLS)
 
 
 class ResponseEndpoints:
     """Endpoints of responses, streamed or whole; each is a chat, and is treated as one."""
 
-    def __init__(self, bodies: BodyReader, completions: Completions) -> None:
+    def __init__(
+        self, bodies: BodyReader, completions: Completions, stored: StoredResponses | None,
+        reading: StoredResponseEndpoints | None,
+    ) -> None:  # fmt: skip
+        """Create the endpoints; without a store nothing is stored. `reading` streams responses in the background."""
         self._bodies = bodies
         self._completions = completions
+        self._stored = stored
+        self._reading = reading
 
     @Operation(
         "POST",
@@ -45,11 +66,20 @@ class ResponseEndpoints:
         failures=COMPLETION_FAILURES,
         bodies=(Fields(ResponsesBody, RESPONSES_IGNORED),),
         headers=URGENCY_HEADERS,
-        answer_headers=(*ANSWER_HEADERS, _IGNORED_TOOLS),
+        answer_headers=_ANSWER_HEADERS,
+        created=Created("/v1/responses/{response_id}"),
     )
     async def create(self, request: Request) -> Response:
         """Answer a conversation of items, whole or as a stream of events."""
-        return await self._completions.respond_to_chat(request, self._bodies, adapted_response, RESPONSES_LEVEL)
+        if self._stored is None:
+            return await self._completions.respond_to_chat(request, self._bodies, adapted_response, RESPONSES_LEVEL)
+        owner = caller_of(request).owner_before_parsing
+        asked = await self._bodies.convert(request, ResponseRequest.of, owner, RESPONSES_LEVEL)
+        adapted = await self._adapted(request, asked)
+        if asked.body.background:
+            return await self._begin_background(request, asked, adapted, self._stored)
+        record = partial(self._record, tenant_of(request), asked, self._stored) if asked.body.store else None
+        return await self._completions.respond_to_adapted(request, adapted, record)
 
     @Operation(
         "POST",
@@ -63,8 +93,78 @@ class ResponseEndpoints:
     async def count_input_tokens(self, request: Request) -> Response:
         """Count the tokens of a response's prompt, its tools included."""
         caller, service = caller_of(request), self._completions.service
-        make = partial(adapted_response, default_model=service.checks.names[0])
-        adapted = await self._bodies.convert(request, make, caller.owner_before_parsing, RESPONSES_LEVEL)
+        make = partial(ResponseRequest.of if self._stored else _unstored, default_model=service.checks.names[0])
+        asked = await self._bodies.convert(request, make, caller.owner_before_parsing, RESPONSES_LEVEL)
+        adapted = await self._adapted(request, asked)
         exchange_of(request).ignored_tools = adapted.ignored_tools
         num_tokens = await adapted.num_prompt_tokens(service, caller)
         return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+    async def _adapted(self, request: Request, asked: ResponseRequest) -> AdaptedChat:
+        """Return the chat of a request, with the stored part of its conversation.
+
+        Raises:
+            InvalidRequest: the conversation cannot be served.
+            UnknownResponse, UnknownConversation: it is not stored.
+        """
+        if asked.adapted is not None:
+            return asked.adapted
+        assert self._stored is not None
+        history = await self._stored.call(
+            ResponsesService.history, tenant_of(request), asked.body.previous_response_id, asked.conversation_id
+        )
+        owner = caller_of(request).owner_before_parsing
+        return await self._bodies.run_by_size(partial(_continued, asked, history), owner, sum(map(len, history)))
+
+    def _record(
+        self, tenant: str, asked: ResponseRequest, stored: StoredResponses, prepared: PreparedCompletion
+    ) -> StoredReply:
+        return StoredReply(stored, _new_response(tenant, asked, prepared, "in_progress", None))
+
+    async def _begin_background(
+        self, request: Request, asked: ResponseRequest, adapted: AdaptedChat, stored: StoredResponses
+    ) -> Response:
+        """Store a response that a jobs worker is to make; show its state, or follow its events."""
+        caller, exchange, service = caller_of(request), exchange_of(request), self._completions.service
+        exchange.ignored_tools = adapted.ignored_tools
+        caller = replace(caller, sdk_timeout_s=None)  # The client does not wait.
+        prepared = await while_connected(request.receive, adapted.prepare(service, caller))
+        if exchange.key_use is not None:
+            exchange.key_use.charge(prepared.progress.prompt_tokens)
+        assert isinstance(prepared.format, ResponseFormat)
+        fields = {**asked.fields, "input": None}
+        run = StoredRun.of(fields, prepared.format.head, prepared)
+        prompt = packed(prepared.requests[0].prompt_token_ids)
+        tenant = tenant_of(request)
+        new = _new_response(tenant, asked, prepared, "queued", ResponseRun(run.to_json(), prompt))
+        await stored.begin(new)
+        exchange.details |= {"response_id": new.id, "tenant": tenant}
+        if asked.body.stream:
+            assert self._reading is not None
+            return await self._reading.follow(request, new.id, -1)
+        return json_response(prepared.format.begun("queued"))
+
+
+def _continued(asked: ResponseRequest, history: Sequence[str]) -> AdaptedChat:
+    return asked.with_history(parsed_items(history))
+
+
+def _unstored(fields: dict[str, object], default_model: str | None = None) -> ResponseRequest:
+    """Return a request where nothing is stored."""
+    adapted = adapted_response(fields, default_model)
+    return replace(ResponseRequest.of(fields, default_model), adapted=adapted)
+
+
+def _new_response(
+    tenant: str, asked: ResponseRequest, prepared: PreparedCompletion, status: str, run: ResponseRun | None
+) -> NewResponse:
+    assert isinstance(prepared.format, ResponseFormat)
+    return NewResponse(
+        id=prepared.id,
+        tenant=tenant,
+        response=to_json(prepared.format.begun(status)).decode(),
+        items=stored_items(asked.fields["input"], prepared.id),
+        previous_id=asked.body.previous_response_id,
+        conversation_id=asked.conversation_id,
+        run=run,
+    )

@@ -20,6 +20,7 @@ from serve_app.errors import replica_not_found
 from serve_app.http.exchange import json_response
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsCounts, JobsService
+from serve_app.jobs.response_client import StoredResponses
 from serve_app.keys.rate_limits import KeyLimiter
 from serve_app.monitoring.engines import engine_parts, engines_shown
 from serve_app.monitoring.families import plain_families
@@ -53,6 +54,8 @@ class Backends:
     """Limiter of API keys that other ingresses' use reaches; None: this ingress counts for itself."""
     history: LoadHistory | None = None
     """Load over the last hour, which the dashboard shows; None: it shows none."""
+    responses: StoredResponses | None = None
+    """Store of responses; None: responses are not stored, and there are no conversations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,33 @@ class UnknownJob(UnknownBatch):
     code = "job_not_found"
 
 
+class UnknownResponse(ServingError):
+    """Error for a stored response that does not exist or belongs to another tenant."""
+
+    kind = ErrorKind.NOT_FOUND
+    code = "response_not_found"
+
+
+class UnknownPreviousResponse(UnknownResponse):
+    """Error for a response that a request continues, and that is not stored, or not any more."""
+
+    code = "previous_response_not_found"
+    param = "previous_response_id"
+
+
+class UnknownConversation(ServingError):
+    """Error for a conversation that does not exist or belongs to another tenant."""
+
+    kind = ErrorKind.NOT_FOUND
+    code = "conversation_not_found"
+
+
+class UnknownItem(UnknownConversation):
+    """Error for an item that a conversation does not have."""
+
+    code = "item_not_found"
+
+
 class FileInUse(ServingError):
     """Refusal to delete the input file of a batch that is not final."""
 

@@ -289,6 +289,10 @@ class JobsSettings:
     """Seconds without a heartbeat after which a jobs worker counts as dead and others do its work again."""
     keep_results_s: float = setting(30 * 86_400.0, gt=0)
     """Seconds after their end at which jobs and prompt batches are deleted. Files and their batches are kept."""
+    keep_responses_s: float = setting(30 * 86_400.0, gt=0)
+    """Seconds after their creation at which stored responses are deleted. Conversations are kept."""
+    max_stored_bytes: int = setting(2**30, ge=2**20)
+    """Most bytes of stored responses and conversations of one tenant. The oldest responses make room for new ones."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -376,9 +380,9 @@ class JobsService(Protocol):
 
 
 class JobsClient(Protocol):
-    """Calls of a `JobsService` in another process."""
+    """Calls of a `JobsService`, and of a `ResponsesService`, in another process."""
 
     async def call(
-        self, method: Callable[Concatenate[JobsService, P], Awaitable[ResultT]], *args: P.args, **arguments: P.kwargs
+        self, method: Callable[Concatenate[Any, P], Awaitable[ResultT]], *args: P.args, **arguments: P.kwargs
     ) -> ResultT:
         """Call a method, such as `JobsService.batch`, with these arguments; return its answer or raise its error."""

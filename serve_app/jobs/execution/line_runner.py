@@ -70,7 +70,7 @@ class LineRunner:
         tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         """`tracer` None: nothing is traced."""
-        self._service = service
+        self.service = service
         self._tracer = tracer
         self.lines = LineRegistry(clock)
         """Lines that run, and those that ended recently."""
@@ -94,7 +94,7 @@ class LineRunner:
             return _failed(line_task, error)
 
     async def _parse(self, line_task: LineTask) -> _Body:
-        parse = partial(parse_line_body, line_task.batch.endpoint, self._service.checks.limits, line_task.line.body)
+        parse = partial(parse_line_body, line_task.batch.endpoint, self.service.checks.limits, line_task.line.body)
         is_large = len(line_task.line.body) >= _LARGE_BODY_CHARS
         parsed = await asyncio.to_thread(parse) if is_large else parse()
         line_task.ignored_fields = parsed.ignored_fields
@@ -127,14 +127,14 @@ class LineRunner:
         caller = self._caller(line_task, attempt.timeline)
         match body:
             case AdaptedChat():
-                prepared = await body.prepare(self._service, caller)
+                prepared = await body.prepare(self.service, caller)
             case ChatBody():
-                prepared = await self._service.chat(body, caller)
+                prepared = await self.service.chat(body, caller)
             case CompletionBody():
-                prepared = await self._service.completion(body, caller)
+                prepared = await self.service.completion(body, caller)
         attempt.prepared = prepared
         line_task.is_sent = True
-        reply = await self._service.answer(prepared)
+        reply = await self.service.answer(prepared)
         ignored = [f"ignored: {name}" for name in line_task.ignored_fields]
         if isinstance(body, AdaptedChat):
             ignored += [f"ignored tool: {name}" for name in body.ignored_tools]

@@ -11,6 +11,7 @@ from serve_app.jobs.storage.batch_states import batch_with_old_lines, expire_bat
 from serve_app.jobs.storage.lines import delete_lines
 from serve_app.jobs.storage.rows.batches import forget_old_batches
 from serve_app.jobs.storage.rows.files import bytes_deleted, expire_files, pending_deletion
+from serve_app.jobs.storage.rows.responses import expire_responses
 from serve_app.jobs.storage.schema.database import JobsContext
 
 logger = logging.getLogger(__name__)
@@ -51,9 +52,11 @@ class Sweeper:
             self._on_expired(batch_id)
 
     async def clean(self) -> None:
-        """Delete expired files, files without a record, and lines whose results are in files."""
+        """Delete expired files and responses, files without a record, and lines whose results are in files."""
         now = self._context.clock.unix()
         while await self._context.database.write(lambda c: expire_files(c, now, _NUM_AT_ONCE)):
+            pass
+        while await self._context.database.write(lambda c: expire_responses(c, now, _NUM_AT_ONCE)):
             pass
         await self.delete_pending_files()
         while (batch_id := await self._context.database.read(batch_with_old_lines)) is not None:

@@ -15,9 +15,10 @@ from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
 from serve_app.jobs.api.records import LineStatus, new_id
+from serve_app.jobs.api.responses import ResponseStatus
 from serve_app.jobs.storage.rows.batches import lock_batches
 from serve_app.jobs.storage.schema.database import JobsContext
-from serve_app.jobs.storage.schema.tables import batches, deliveries, lines, owners
+from serve_app.jobs.storage.schema.tables import batches, deliveries, lines, owners, responses
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def dead_owners(connection: Connection, excluding: str, now: float, max_age_s: f
 
 
 def reap_owner(connection: Connection, owner: str) -> int:
-    """Delete an owner, release its lines, batches and deliveries, and return the number of lines.
+    """Delete an owner, release its lines, batches, deliveries and responses, and return the number of lines.
 
     If its process still lives, its later results are dropped: it no longer holds the lines.
     """
@@ -153,9 +154,19 @@ def reap_owner(connection: Connection, owner: str) -> int:
     lock_batches(connection, [*connection.execute(held).scalars(), *connection.execute(owned).scalars()])
     connection.execute(update(batches).where(batches.c.owner == owner).values(owner=None))
     connection.execute(update(deliveries).where(deliveries.c.owner == owner).values(owner=None))
+    _free_responses(connection, owner)
     freed = update(lines).where(lines.c.owner == owner).values(status=LineStatus.QUEUED.value, owner=None)
     num_freed = Counter(connection.execute(freed.returning(lines.c.batch_id)).scalars())
     for batch_id, number in num_freed.items():
         queued = batches.c.num_queued + number
         connection.execute(update(batches).where(batches.c.id == batch_id).values(num_queued=queued))
     return num_freed.total()
+
+
+def _free_responses(connection: Connection, owner: str) -> None:
+    """Queue the responses in the background of an owner again; those that its clients waited for have failed."""
+    held = update(responses).where(responses.c.owner == owner)
+    for is_background, status in ((1, ResponseStatus.QUEUED), (0, ResponseStatus.FAILED)):
+        connection.execute(
+            held.where(responses.c.is_background == is_background).values(status=status.value, owner=None)
+        )

@@ -16,6 +16,16 @@ ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 
 @dataclass(frozen=True, slots=True)
+class ParserOptions:
+    """Options of the parser of a chat's outputs that follow from its prompt and its grammar."""
+
+    starts_in_reasoning: bool
+    """True if the prompt ends within the reasoning."""
+    whole_calls: bool
+    """True if a call is reported when it is complete: no grammar binds it."""
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedCompletion:
     """Valid request that is ready to start, with the format of its reply."""
 
@@ -33,6 +43,8 @@ class PreparedCompletion:
     """Timeline of each request, in their order."""
     not_enforced: tuple[str, ...] = ()
     """JSON pointers to the keywords of the request's JSON Schemas that are not enforced."""
+    parser: ParserOptions | None = None
+    """Options of the parser; None: the outputs have neither calls nor reasoning."""
 
     @property
     def timeline(self) -> Timeline:

@@ -145,6 +145,25 @@ class FileListQuery(Query):
     purpose: Id | None = None
 
 
+class ItemListQuery(Query):
+    """Page of a list of stored items."""
+
+    after: Id | None = None
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+
+
+class ResponseQuery(Query):
+    """Form in which a stored response is shown."""
+
+    stream: bool = False
+    """True for the events of a response that was created with `background` and `stream`."""
+    starting_after: int = Field(-1, ge=-1, le=2**31)
+    """Sequence number of the last event that the client has."""
+    include_obfuscation: bool = False
+    """Accepted, without effect."""
+
+
 class WaitQuery(Query):
     """Longest wait of a poll for the end of a job, seconds."""
 

@@ -146,6 +146,9 @@ class StreamOptions(StrictBody):
     include_obfuscation: Literal[False] = False
 
 
+Metadata = Annotated[dict[str, str], _no_longer_than(1024)]
+
+
 class GenerationOptions(StrictBody):
     """Options of a generation that every protocol names alike: the model, sampling, urgency and the caller."""
 
@@ -191,8 +194,8 @@ class GenerationOptions(StrictBody):
     """Requests of one key prefer one replica."""
     cache_salt: Annotated[NonEmptyText, Field(max_length=512)] | None = None
     """Requests with different salts share no block of the prefix cache, as in vLLM."""
-    metadata: Annotated[dict[str, str], _no_longer_than(1024)] | None = None
-    """Metadata of the SDKs; accepted and not stored."""
+    metadata: Metadata | None = None
+    """Metadata of the SDKs, which a stored response shows; nothing else uses them."""
 
 
 class GenerationBody(GenerationOptions):

@@ -134,6 +134,13 @@ class IncompleteDetails(TypedDict):
 
 
 @described
+class ConversationId(TypedDict):
+    """Conversation that a response continues."""
+
+    id: str
+
+
+@described
 class ResponseObject(TypedDict):
     """Response, with the fields of its request."""
 
@@ -141,7 +148,7 @@ class ResponseObject(TypedDict):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
     model: str
@@ -150,7 +157,8 @@ class ResponseObject(TypedDict):
     service_tier: ReplyTier
     """Band in which the request ran: `priority` is interactive, `default` standard, `flex` batch."""
     instructions: str | None
-    previous_response_id: None
+    previous_response_id: str | None
+    conversation: NotRequired[ConversationId]
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
@@ -164,9 +172,9 @@ class ResponseObject(TypedDict):
     presence_penalty: float
     frequency_penalty: float
     top_logprobs: int
-    store: Literal[False]
-    """Nothing is stored."""
-    background: Literal[False]
+    store: bool
+    """True if the response is stored."""
+    background: bool
     metadata: dict[str, str]
     user: str | None
     safety_identifier: str | None
@@ -181,6 +189,7 @@ class ResponseEvent(TypedDict):
 
     type: Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed",
+        "response.cancelled",
         "response.output_item.added", "response.output_item.done", "response.content_part.added",
         "response.content_part.done", "response.output_text.delta", "response.output_text.done",
         "response.reasoning_text.delta", "response.reasoning_text.done", "response.reasoning_summary_part.added",
@@ -210,3 +219,42 @@ class InputTokens(TypedDict):
 
     object: Literal["response.input_tokens"]
     input_tokens: int
+
+
+@described
+class DeletedResponse(TypedDict):
+    """Response that was deleted."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+@described
+class StoredItemList(TypedDict):
+    """Page of the items of a response's input or of a conversation, as they were sent or made."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+@described
+class ConversationObject(TypedDict):
+    """Conversation, without its items."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+@described
+class DeletedConversation(TypedDict):
+    """Conversation that was deleted."""
+
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: Literal[True]

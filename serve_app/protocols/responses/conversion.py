@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +29,13 @@ from serve_app.protocols.responses.items import (
     Reasoning,
 )
 from serve_app.protocols.responses.reply import ReplyOptions, ResponseFormat
-from serve_app.protocols.responses.schema import REFUSED, RESPONSES_IGNORED, FlatJsonSchemaFormat, ResponsesBody
+from serve_app.protocols.responses.schema import (
+    REFUSED,
+    REFUSED_WITHOUT_STORE,
+    RESPONSES_IGNORED,
+    FlatJsonSchemaFormat,
+    ResponsesBody,
+)
 from serve_app.protocols.responses.toolset import Toolset, choice_of, function_name, toolset_of
 from serve_app.protocols.responses.truncation import droppable_units
 
@@ -51,21 +57,88 @@ _ECHOED = (
 """Fields of the request that the response repeats as they are."""
 
 
-def adapted_response(fields: dict[str, object], default_model: str | None = None) -> AdaptedChat:
-    """Return the chat of the fields of a response's request; `default_model` is for a request that names none.
+@dataclass(frozen=True, slots=True)
+class ResponseRequest:
+    """Request for a response, with its chat unless that needs the stored part of the conversation."""
+
+    fields: JsonObject
+    body: ResponsesBody
+    adapted: AdaptedChat | None
+    """Chat of the request; None: `with_history` makes it."""
+
+    @classmethod
+    def of(cls, fields: JsonObject, default_model: str | None = None) -> ResponseRequest:
+        """Return the request in a body's fields; `default_model` is for a request that names none.
+
+        Raises:
+            InvalidRequest: a field cannot be served; the error names it.
+        """
+        fields = ({} if default_model is None else {"model": default_model}) | fields
+        body = _parsed(fields)
+        _check_stored(body)
+        has_history = body.previous_response_id is not None or body.conversation is not None
+        return cls(fields, body, None if has_history else _adapted(body, is_stored=body.store))
+
+    @property
+    def conversation_id(self) -> str | None:
+        """Conversation that the request continues; None: none."""
+        given = self.body.conversation
+        return given if given is None or isinstance(given, str) else given.id
+
+    def with_history(self, history: Sequence[JsonObject]) -> AdaptedChat:
+        """Return the chat of the request with the items that are stored before its own.
+
+        Raises:
+            InvalidRequest: the conversation cannot be served.
+        """
+        own = self.fields["input"]
+        items = [*history, *([{"role": "user", "content": own}] if isinstance(own, str) else own)]
+        return _adapted(_parsed({**self.fields, "input": items}), is_stored=self.body.store, num_before=len(history))
+
+
+def adapted_response(fields: JsonObject, default_model: str | None = None) -> AdaptedChat:
+    """Return the chat of the fields of a response's request where nothing is stored.
 
     Raises:
         InvalidRequest: a field cannot be served; the error names it.
     """
-    for name, advice in REFUSED.items():
+    _refuse(fields, REFUSED_WITHOUT_STORE)
+    return _adapted(_parsed(({} if default_model is None else {"model": default_model}) | fields), is_stored=False)
+
+
+def _parsed(fields: JsonObject) -> ResponsesBody:
+    _refuse(fields, REFUSED)
+    return parse_body(ResponsesBody, fields, RESPONSES_IGNORED)
+
+
+def _refuse(fields: JsonObject, refused: Mapping[str, str]) -> None:
+    for name, advice in refused.items():
         if fields.get(name):
             raise InvalidRequest(f"`{name}` is not supported: {advice}", name, "unsupported_parameter")
-    model = {} if default_model is None else {"model": default_model}
-    body = parse_body(ResponsesBody, model | fields, RESPONSES_IGNORED)
+
+
+def _check_stored(body: ResponsesBody) -> None:
+    """Refuse a request whose fields about what is stored exclude each other."""
+    if body.previous_response_id is not None and body.conversation is not None:
+        message = "`previous_response_id` and `conversation` exclude each other"
+        raise InvalidRequest(message, "previous_response_id")
+    if body.background and not body.store:
+        raise InvalidRequest("`background` is true and `store` is false; it must be true", "background")
+    if body.background and (body.top_logprobs or LOGPROBS in body.include):
+        message = "log probabilities are not stored; `background` is not supported with them"
+        raise InvalidRequest(message, "background", "unsupported_parameter")
+
+
+def _adapted(body: ResponsesBody, is_stored: bool, num_before: int = 0) -> AdaptedChat:
+    """Return the chat of a request, the first `num_before` items of whose input are from the store.
+
+    Raises:
+        InvalidRequest: a field cannot be served; the error names it.
+    """
     toolset = toolset_of(body.tools)
     choice = choice_of(body.tool_choice, toolset.names)
     offered = toolset if choice.names is None else toolset.limited_to(choice.names)
-    messages = messages_of(body)
+    messages = messages_of(body, num_before)
     names = {**_NAMES, **messages.names, **_tool_names(offered)}
     if choice.choice == "required" and not offered.functions:
         message = "`tool_choice` is required, and none of `tools` can be run here"
@@ -85,7 +158,7 @@ def adapted_response(fields: dict[str, object], default_model: str | None = None
     if body.top_logprobs or LOGPROBS in body.include:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     options = ReplyOptions(
-        echo=_echo(body),
+        echo=_echo(body, is_stored),
         names=toolset.names,
         has_summary=body.reasoning.summary is not None,
         encrypt=encrypted if ENCRYPTED in body.include else None,
@@ -181,8 +254,8 @@ class Messages:
         calls.append({"id": item.call_id, "type": "function", "function": function})
 
 
-def messages_of(body: ResponsesBody) -> Messages:
-    """Return the messages of a request: its instructions, then its input.
+def messages_of(body: ResponsesBody, num_before: int = 0) -> Messages:
+    """Return the messages of a request: its instructions, then its input, which begins with `num_before` stored items.
 
     Raises:
         InvalidRequest: an output's call is not there.
@@ -193,8 +266,8 @@ def messages_of(body: ResponsesBody) -> Messages:
     if isinstance(body.input, str):
         messages.add(ItemMessage(role="user", content=body.input), "input")
     else:
-        for index, item in enumerate(body.input):
-            messages.add(item, f"input[{index}]")
+        for index, item in enumerate(body.input, -num_before):
+            messages.add(item, f"input[{index}]" if index >= 0 else "previous_response_id")
     messages.finish()
     return messages
 
@@ -227,18 +300,20 @@ def _given(body: BaseModel, names: set[str]) -> JsonObject:
     return body.model_dump(include=names & body.model_fields_set, by_alias=True)
 
 
-def _echo(body: ResponsesBody) -> JsonObject:
+def _echo(body: ResponsesBody, is_stored: bool) -> JsonObject:
     """Return the fields of the request that the response repeats."""
     values: dict[str, Any] = {name: getattr(body, name) for name in _ECHOED}
-    choice = body.tool_choice
+    choice, given = body.tool_choice, body.conversation
+    conversation = given if given is None or isinstance(given, str) else given.id
     return {
         **values,
+        **({} if conversation is None else {"conversation": {"id": conversation}}),
         "metadata": body.metadata or {},
         "tools": [tool.model_dump() for tool in body.tools],
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
         "text": {"format": body.text.format.model_dump(by_alias=True)},
         "reasoning": {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
-        "previous_response_id": None,
-        "background": False,
-        "store": False,
+        "previous_response_id": body.previous_response_id,
+        "background": body.background,
+        "store": is_stored,
     }

@@ -83,8 +83,15 @@ class ResponseFormat(ChatReader):
 
     def closing(self, fields: JsonObject, usage: JsonObject) -> list[JsonObject]:
         """Return the last event of a stream, with the whole response."""
-        response = {**self._response(usage), **fields}
-        return self._numbered([{"type": f"response.{self._status}", "response": response}])
+        return self.last({**self._response(usage), **fields})
+
+    def last(self, response: JsonObject) -> list[JsonObject]:
+        """Return the last event of a stream, with a response that has ended."""
+        return self._numbered([{"type": f"response.{response['status']}", "response": response}])
+
+    def begun(self, status: str) -> JsonObject:
+        """Return the response as it is before its first delta, with a status."""
+        return self._response() | {"status": status}
 
     def failure(self, error: JsonObject, code: str | None, message: str) -> list[JsonObject]:
         """Return the last event of a stream that failed, with the response up to there."""
@@ -92,7 +99,7 @@ class ResponseFormat(ChatReader):
         self._status = "failed"
         # SDKs know few codes; the error's own one is its type.
         response = {**self._response(), "error": {"code": "server_error", "type": code, "message": message}}
-        return opening + self._numbered([{"type": "response.failed", "response": response}])
+        return opening + self.last(response)
 
     def usage_details(self) -> JsonObject:
         """Return the number of reasoning tokens."""

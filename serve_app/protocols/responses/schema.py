@@ -168,6 +168,15 @@ class ReasoningOptions(StrictBody):
     """With any value the reasoning is its own summary, and the item has no `content`: nothing is summarized."""
 
 
+StoredId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class ConversationReference(StrictBody):
+    """Conversation, by its id."""
+
+    id: StoredId
+
+
 class ResponsesBody(GenerationOptions):
     """Body of POST /v1/responses."""
 
@@ -176,7 +185,21 @@ class ResponsesBody(GenerationOptions):
         | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("<items>")],
         Discriminator(lambda value: "<text>" if isinstance(value, str) else "<items>"),
     ]
-    """Conversation as items, or the text of the user. Nothing is stored, so it is the whole conversation."""
+    """Items of the conversation, or the text of the user: all of it, or what follows the stored part."""
+    previous_response_id: StoredId | None = None
+    """Stored response whose conversation, its output included, comes before the input; its instructions do not."""
+    conversation: (
+        Annotated[
+            Annotated[StoredId, Tag("<id>")] | Annotated[ConversationReference, Tag("<object>")],
+            Discriminator(lambda value: "<id>" if isinstance(value, str) else "<object>"),
+        ]
+        | None
+    ) = None
+    """Conversation whose items come before the input. The input and the output are added to it at the end."""
+    store: bool = True
+    """True if the response can be retrieved, continued and deleted later; it is kept for `keep_responses_s`."""
+    background: bool = False
+    """True if the response is made without the client, also when processes die; it needs `store`."""
     instructions: str | None = None
     """System message before the input."""
     stream: bool = False
@@ -205,17 +228,12 @@ class ResponsesBody(GenerationOptions):
 
 _STREAM_OPTIONS = ("include_obfuscation", "include_usage")
 RESPONSES_IGNORED: IgnoredValues = {
-    "store": (False, True),
-    "background": (False,),
     "stream_options": ({}, *({name: value} for name in _STREAM_OPTIONS for value in (False, True))),
     "context_management": ([],),
 }
 """Fields that are accepted with these values, and have no effect."""
 
 REFUSED: Mapping[str, str] = {
-    "previous_response_id": "nothing is stored; send the whole conversation as `input`",
-    "conversation": "nothing is stored; send the whole conversation as `input`",
-    "background": "use POST /v1/jobs or POST /v1/batches, or `stream`",
     "prompt": "no prompts are stored; send `instructions` and `input`",
     "messages": "send `input`",
     "max_tokens": "send `max_output_tokens`",
@@ -223,7 +241,13 @@ REFUSED: Mapping[str, str] = {
     "response_format": "send `text.format`",
     "reasoning_effort": "send `reasoning.effort`",
 }
-"""Fields of other requests and of a server that stores, with what to do."""
+"""Fields of other requests, with what to do."""
+REFUSED_WITHOUT_STORE: Mapping[str, str] = {
+    "previous_response_id": "nothing is stored here; send the whole conversation as `input`",
+    "conversation": "nothing is stored here; send the whole conversation as `input`",
+    "background": "use POST /v1/jobs or POST /v1/batches, or `stream`",
+}
+"""Fields that need stored responses, with what to do where there are none."""
 
 _TOOLS = level_of(FlatFunction, CustomTool, NamespaceTool, tools=level_of(FlatFunction, CustomTool))
 _ITEMS = level_of(*ITEMS, content=level_of(*PARTS), summary=level_of(*PARTS), output=level_of(*PARTS))
@@ -236,11 +260,12 @@ RESPONSES_LEVEL = Level(
         "text": level_of(TextOptions),
         "reasoning": level_of(ReasoningOptions),
         "tool_choice": level_of(NamedTool, AllowedTools),
+        "conversation": level_of(ConversationReference),
     },
 )
 """Fields that are known, if only to be refused."""
 OPEN_RESPONSES = (
     *ITEMS, *PARTS, ResponsesBody, FlatFunction, CustomTool, NamespaceTool, ForeignTool, TextOptions, ReasoningOptions,
-    NamedTool, AllowedTools,
+    NamedTool, AllowedTools, ConversationReference,
 )  # fmt: skip
 """Schemas of the objects in which unknown fields are ignored."""

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from serve_app.http.other_apis import OTHER_APIS, hint_for
-from testkit.http.api import Api
+from testkit.http.api import Api, MakeApi
 
 LINES = Path(__file__).with_name("other_endpoints.txt").read_text().splitlines()
 ENDPOINTS = [tuple(line.split()) for line in LINES if not line.startswith("#")]
 HINTS = {hint for hints in OTHER_APIS.values() for hint in hints.values()}
 
 
-async def test_an_endpoint_is_answered_or_refused_with_a_hint(api: Api) -> None:
+async def test_an_endpoint_is_answered_or_refused_with_a_hint(make_api: MakeApi) -> None:
+    api = make_api(stores_responses=True)
     for method, path in ENDPOINTS:
         response = await api.http.request(method, path)
         if method == "HEAD":
@@ -38,7 +39,8 @@ def test_many_endpoints_have_their_place() -> None:
                                     "/get_tokenizer_info"}  # fmt: skip
 
 
-async def test_what_a_hint_names_exists(api: Api) -> None:
+async def test_what_a_hint_names_exists(make_api: MakeApi) -> None:
+    api = make_api(stores_responses=True)
     routes = (await api.http.get("/openapi.json")).json()["paths"]
     for method, path in re.findall(r"\b(GET|POST) (/[\w/{}]+)", "\n".join(HINTS)):
         assert method.lower() in routes[path], path
@@ -49,7 +51,7 @@ async def test_what_a_hint_names_exists(api: Api) -> None:
     [
         ("/api/chat", "it is Ollama's API; use POST /v1/chat/completions"),
         ("/v1/messages/batches/b", "it is Anthropic's API; use POST /v1/batches"),
-        ("/v1/threads/t/runs", "it is OpenAI's API; conversations are not stored"),
+        ("/v1/threads/t/runs", "it is OpenAI's API; use POST /v1/responses and POST /v1/conversations"),
         ("/apis", None),
         ("/v1/nowhere", None),
         ("/", None),

@@ -141,7 +141,6 @@ def test_what_has_no_effect_is_named_and_a_chat_can_be_pickled() -> None:
     assert set(result.ignored_fields) == {
         "client_metadata",
         "text.verbosity",
-        "store",
         "reasoning.context",
     }
     assert pickle.loads(pickle.dumps(result.value)).chat.reasoning_effort == "xhigh"

@@ -17,6 +17,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
     Row,
@@ -26,6 +27,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
     select,
+    text,
     tuple_,
 )
 
@@ -194,6 +196,88 @@ usage_reporters = Table(
     Index("usage_reporters_by_time", "reported_unix_s"),
 )
 """Processes that report usage, so that a report that comes again counts once."""
+
+
+NUMBER = BigInteger().with_variant(Integer, "sqlite")
+"""Type of a number that the database counts up: in SQLite only an INTEGER key does."""
+
+conversations = Table(
+    "conversations",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("metadata", Text, nullable=False),
+    Column("created_unix_s", Double, nullable=False),
+    Column("num_items", Integer, nullable=False),  # that it has ever had: position of the next one
+    Column("num_bytes", BigInteger, nullable=False),
+    Index("conversations_by_tenant", "tenant", "created_unix_s", "id"),
+)
+
+conversation_items = Table(
+    "conversation_items",
+    metadata,
+    Column("conversation_id", ID, ForeignKey("conversations.id", ondelete="CASCADE"), nullable=False),
+    Column("position", Integer, nullable=False),
+    Column("id", Text, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("item", Text, nullable=False),
+    PrimaryKeyConstraint("conversation_id", "position"),
+    UniqueConstraint("conversation_id", "id", name="conversation_items_id"),
+)
+
+responses = Table(
+    "responses",
+    metadata,
+    Column("number", NUMBER, primary_key=True),  # short key of the response's deltas
+    Column("id", ID, nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("model", Text, nullable=False),  # whose workers run it in the background
+    Column("previous_id", ID),
+    Column("conversation_id", ID),
+    Column("status", String(16), nullable=False),
+    Column("is_background", Integer, nullable=False),
+    Column("owner", ID),  # set if and only if the response is in progress
+    Column("created_unix_s", Double, nullable=False),
+    Column("expires_unix_s", Double, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("input", Text, nullable=False),  # items of its own
+    Column("response", Text, nullable=False),
+    Column("output", Text, nullable=False),
+    Column("run", Text),
+    Column("prompt", LargeBinary),
+    UniqueConstraint("id", name="responses_id"),
+    Index("responses_by_tenant", "tenant", "created_unix_s", "id"),
+    Index("responses_by_expiry", "expires_unix_s"),
+)
+QUEUED, UNFINISHED = text("status = 'queued'"), text("status IN ('queued', 'in_progress')")
+"""Conditions of partial indexes; SQLite uses such an index where a query has its condition word for word."""
+_held = responses.c.owner.isnot(None)
+Index("responses_by_owner", responses.c.owner, sqlite_where=_held, postgresql_where=_held)
+Index("responses_to_run", responses.c.model, responses.c.number, sqlite_where=QUEUED, postgresql_where=QUEUED)
+Index("responses_unfinished", responses.c.tenant, sqlite_where=UNFINISHED, postgresql_where=UNFINISHED)
+
+response_deltas = Table(
+    "response_deltas",
+    metadata,
+    Column("response", NUMBER, ForeignKey("responses.number", ondelete="CASCADE"), nullable=False),
+    Column("position", Integer, nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),
+    Column("text", Text, nullable=False),
+    Column("finish", String(16)),  # of the last one
+    PrimaryKeyConstraint("response", "position"),
+    sqlite_with_rowid=False,
+)
+"""Outputs of responses in the background; each row is one delta, so that every reader sees the same ones."""
+
+stored = Table(
+    "stored",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("num_responses", BigInteger, nullable=False),
+    Column("num_conversations", BigInteger, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+)
+"""Sums of each tenant's responses and conversations: a limit that counted them would take longer the more there are."""
 
 
 def read_page(
