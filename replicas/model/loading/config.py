@@ -10,6 +10,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.checkpoint.text_part import WRAPPERS
 
+_WITHOUT_OUTPUT = ("Model", "ForSequenceClassification")
+"""Ends of the names of classes without an output layer."""
+
 
 def read_config(model: str) -> PretrainedConfig:
     """Read the config of a model, a directory or hub id. Of a model of text and images it is that of the text part.
@@ -28,7 +31,16 @@ def read_config(model: str) -> PretrainedConfig:
     decoder_config = _text_part(config)
     _refuse(config, decoder_config)
     _forget_unknown_padding(decoder_config)
+    decoder_config.architectures = config.architectures
+    if not has_output_layer(decoder_config):
+        decoder_config.tie_word_embeddings = True  # The decoder is built with an output layer, which takes no memory.
     return decoder_config
+
+
+def has_output_layer(config: PretrainedConfig) -> bool:
+    """Return True if a checkpoint generates tokens: its class is not a decoder alone, and no classifier."""
+    names = config.architectures or ()
+    return not names or any(not name.endswith(_WITHOUT_OUTPUT) or name.endswith("LMHeadModel") for name in names)
 
 
 def _text_part(config: PretrainedConfig) -> PretrainedConfig:

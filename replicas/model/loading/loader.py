@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from replicas.errors import ModelLoadError
+from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention.cpp import can_attend
 from replicas.model.attention.fused_gates import fuse_gates
 from replicas.model.attention.interface import AttentionContext, AttentionPort, AttentionSpec
@@ -35,10 +35,12 @@ from replicas.model.layers.linear import choose_panels, kept_groups, kept_panels
 from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model, panel_products
 from replicas.model.layers.panels import PanelProducts, compile_panels
-from replicas.model.loading.config import read_config
+from replicas.model.loading.config import has_output_layer, read_config
 from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import load_weights
+from replicas.model.pooling.heads import PoolHead, embedding_head, score_head
+from replicas.model.pooling.tap import HiddenTap
 from replicas.text.tokenizer_files import load_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ class LoadedModel:
     model: PreTrainedModel
     port: AttentionPort
     """Connection of the model's attention layers to the context of each forward pass."""
+    hidden: HiddenTap
+    """Tap of the hidden states that are pooled."""
     layers: tuple[AttentionLayer, ...]
     """Attention shapes, one per layer, in order of index."""
     tokenizer: PreTrainedTokenizerFast | None
@@ -79,6 +83,10 @@ class LoadedModel:
     """True if the model computes with `BatchInvariantOps`, which need Triton."""
     notes: tuple[str, ...] = ()
     """Faults of the checkpoint with which it is served all the same, a sentence each."""
+    head: PoolHead | None = None
+    """Head of pooled outputs; None: the model has no pooling."""
+    generates: bool = True
+    """True if the model generates tokens."""
 
     def ops(self) -> AbstractContextManager[object]:
         """Return the context in which the model's operations are those that it was loaded for."""
@@ -170,6 +178,8 @@ def load_model(options: ModelOptions) -> LoadedModel:
     weights = load_weights(options.path, config, dtype, device, kept=None if options.quantization == "int8" else kept)
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
     remove_waits(model)
+    generates = has_output_layer(config)
+    head, head_notes = _pool_head(options.path, config, model, is_needed=not generates)
     port = AttentionPort(model)
     layers = probe_attention(model, port)
     if store_checked_latents(model, port):
@@ -187,6 +197,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
         model_id=options.path,
         model=model,
         port=port,
+        hidden=HiddenTap(model),
         layers=layers,
         tokenizer=tokenizer,
         max_model_len=max_model_len,
@@ -197,8 +208,41 @@ def load_model(options: ModelOptions) -> LoadedModel:
         has_kernels=has_kernels,
         weights=weights.description,
         is_batch_invariant=is_batch_invariant,
-        notes=(*_tokenizer_notes(tokenizer, vocab_size), *_eos_notes(configured_ids, tokenizer, vocab_size)),
+        notes=(
+            *_tokenizer_notes(tokenizer, vocab_size),
+            *(_eos_notes(configured_ids, tokenizer, vocab_size) if generates else ()),
+            *head_notes,
+        ),
+        head=head,
+        generates=generates,
     )
+
+
+def _pool_head(
+    path: str, config: PretrainedConfig, model: PreTrainedModel, *, is_needed: bool
+) -> tuple[PoolHead | None, list[str]]:
+    """Return the head of the model's pooled outputs, and a note if its files describe one that is not served.
+
+    Raises:
+        UnsupportedModel: the head is needed, since the model has no other output, and there is none.
+    """
+
+    def output_rows(token_ids: list[int]) -> Tensor:
+        weight = getattr(model.get_output_embeddings(), "weight", None)
+        if not isinstance(weight, Tensor):
+            raise ModelLoadError(f"model {path!r} scores by tokens, and its output layer is quantized")
+        return weight[token_ids].detach().cpu()
+
+    fault = "it has no output layer, and its files describe no pooling (modules.json)"
+    try:
+        head = embedding_head(path, config) or score_head(path, config, output_rows)
+    except ModelLoadError as error:
+        head, fault = None, str(error)
+        if not is_needed:
+            return None, [f"the model has no pooling: {fault}"]
+    if head is None and is_needed:
+        raise UnsupportedModel(config.model_type, fault)
+    return head, []
 
 
 def choose_products(
