@@ -20,6 +20,7 @@ from replicas.timing.clock import Clock
 from serve_app.endpoints.generation.completions import CompletionEndpoints
 from serve_app.endpoints.generation.messages import MessageEndpoints
 from serve_app.endpoints.generation.models import ModelEndpoints
+from serve_app.endpoints.generation.pooled import PooledEndpoints
 from serve_app.endpoints.generation.request_status import RequestEndpoints
 from serve_app.endpoints.generation.responder import Completions
 from serve_app.endpoints.generation.responses import ResponseEndpoints
@@ -96,6 +97,7 @@ def create_api(
         CompletionEndpoints(bodies, completions),
         MessageEndpoints(bodies, completions),
         ResponseEndpoints(bodies, completions),
+        PooledEndpoints(bodies, completions),
         SyncPromptEndpoints(bodies, service, settings, clock),
         RequestEndpoints(registry, None if jobs is None else jobs.client),
     ]

@@ -15,6 +15,10 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 
 from testkit.model.tiny_checkpoints import tiny_config, tiny_tokenizer, write_checkpoint
 
+PAIR_TEMPLATE = (
+    "{% for message in messages %}{{ 'q: ' if message['role'] == 'query' else 'd: ' }}{{ message['content'] }}\n"
+    "{% endfor %}answer:"
+)
 _MODULES = "sentence_transformers.models"
 
 
@@ -58,9 +62,7 @@ def write_yes_no_reranker(path: Path, architecture: str, true_token_id: int, fal
     """Write a tiny random decoder that scores a pair of texts by the logits of two tokens."""
     write_checkpoint(path, architecture, with_tokenizer=False)
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for message in messages %}<{{ message['role'] }}>: {{ message['content'] }}\n{% endfor %}answer:"
-    )
+    tokenizer.chat_template = PAIR_TEMPLATE
     tokenizer.save_pretrained(path)
     kinds = {"": "base.modules.transformer.Transformer", "1_LogitScore": "cross_encoder.modules.logit_score.LogitScore"}
     named = [
