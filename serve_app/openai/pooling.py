@@ -126,6 +126,7 @@ class PooledRequests:
             inputs,
             max_prompt_tokens=None if truncation is not None else model.max_tokens,
             truncation=truncation,
+            field="input",
             owner=caller.owner_of(body),
         )
         caller = replace(caller, request_id=f"embd-{caller.request_id}")

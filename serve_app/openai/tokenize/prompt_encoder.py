@@ -176,16 +176,19 @@ class PromptEncoder:
         max_prompt_tokens: int | None,
         add_special_tokens: bool,
         truncation: Truncation | None = None,
+        field: str = "prompt",
     ) -> list[EncodedPrompt]:
-        """Encode texts; token ids stay as they are. What is cut has no text.
+        """Encode texts of a `field`; token ids stay as they are. What is cut has no text.
 
         Raises:
             InvalidRequest: a text is too long for `max_prompt_tokens` tokens.
         """
-        self.refuse_long_texts(prompts, max_prompt_tokens)
+        self.refuse_long_texts(prompts, max_prompt_tokens, field)
         return [self._encode(prompt, add_special_tokens, truncation) for prompt in prompts]
 
-    def refuse_long_texts(self, prompts: Sequence[Prompt], max_prompt_tokens: int | None) -> None:
+    def refuse_long_texts(
+        self, prompts: Sequence[Prompt], max_prompt_tokens: int | None, field: str = "prompt"
+    ) -> None:
         """Refuse texts that are too long even if every token were the vocabulary's longest; this takes no time.
 
         Raises:
@@ -193,7 +196,7 @@ class PromptEncoder:
         """
         for prompt in prompts:
             if isinstance(prompt, str):
-                self._refuse_oversized(prompt, "prompt", max_prompt_tokens)
+                self._refuse_oversized(prompt, field, max_prompt_tokens)
 
     def min_tokens(self, prompt: Prompt) -> int:
         """Return the least number of tokens that a prompt may have: as if each were the vocabulary's longest."""
@@ -307,7 +310,7 @@ class PromptEncoder:
             InvalidRequest: a pair is too long, or is to be cut where a template writes it.
         """
         for pair in pairs:
-            self._refuse_oversized("".join(pair), "input", max_prompt_tokens if truncation is None else None)
+            self._refuse_oversized("".join(pair), "documents", max_prompt_tokens if truncation is None else None)
         if not self._has_pair_roles:
             return [EncodedPrompt(tuple(self._pair(*pair, truncation).ids), None) for pair in pairs]
         if truncation is not None:
