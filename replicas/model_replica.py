@@ -81,6 +81,8 @@ class Backend:
     """Description of the pooled outputs."""
     generates: bool = True
     """True if the model generates tokens."""
+    whole_prompts: bool = False
+    """True if a prompt must be computed in one step."""
     warm_step_s: float = 0.0
     """Seconds that a few of the largest steps take once kernels are compiled."""
 
@@ -125,6 +127,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         poolers=None if loaded.head is None else partial(_pooler_of, loaded.head),
         pool=None if loaded.head is None else loaded.head.card,
         generates=loaded.generates,
+        whole_prompts=loaded.is_two_sided,
     )
 
 
@@ -243,6 +246,9 @@ def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
     if options.limits.async_scheduling is None:
         limits["async_scheduling"] = backend.device.startswith("cuda")
     max_model_len = backend.max_model_len
+    if backend.whole_prompts:
+        max_model_len = min(max_model_len, engine_limits.max_num_batched_tokens)
+        limits["enable_prefix_caching"] = False
     if options.model.max_model_len is None:
         blocks = sequence_blocks(engine_limits, backend.windows, is_asynchronous=limits["async_scheduling"])
         max_model_len = min(max_model_len, blocks.num_tokens(backend.num_blocks))
@@ -259,5 +265,6 @@ def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
         counts_on_device=backend.counts_tokens,
         cache_dtype=backend.cache_dtype,
         vocab_size=backend.vocab_size,
+        whole_prompts=backend.whole_prompts,
         eos_token_ids=backend.eos_token_ids,
     )

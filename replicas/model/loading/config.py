@@ -9,9 +9,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.checkpoint.text_part import WRAPPERS
-
-_WITHOUT_OUTPUT = ("Model", "ForSequenceClassification")
-"""Ends of the names of classes without an output layer."""
+from replicas.model.pooling.encoder import has_output_layer, is_encoder
 
 
 def read_config(model: str) -> PretrainedConfig:
@@ -35,12 +33,6 @@ def read_config(model: str) -> PretrainedConfig:
     if not has_output_layer(decoder_config):
         decoder_config.tie_word_embeddings = True  # The decoder is built with an output layer, which takes no memory.
     return decoder_config
-
-
-def has_output_layer(config: PretrainedConfig) -> bool:
-    """Return True if a checkpoint generates tokens: its class is not a decoder alone, and no classifier."""
-    names = config.architectures or ()
-    return not names or any(not name.endswith(_WITHOUT_OUTPUT) or name.endswith("LMHeadModel") for name in names)
 
 
 def _text_part(config: PretrainedConfig) -> PretrainedConfig:
@@ -79,5 +71,5 @@ def _refuse(config: PretrainedConfig, decoder_config: PretrainedConfig) -> None:
     from replicas.model.attention.probe import refuse_config
 
     refuse_config(config)
-    if type(decoder_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not is_encoder(decoder_config) and type(decoder_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(config.model_type, "transformers has no decoder of that type")

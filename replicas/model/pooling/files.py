@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -81,6 +83,18 @@ def stored_modules(model: str) -> list[StoredModule]:
         StoredModule(kind, model, folder, (_read(model, f"{folder}/config.json") or {}) if folder else {})
         for kind, folder in entries
     ]
+
+
+def stored_weights(model: str, name_start: Sequence[str]) -> dict[str, Tensor]:
+    """Return the weights of `model` whose names begin with one of these, in float32."""
+    index = _read(model, "model.safetensors.index.json")
+    files = ["model.safetensors"] if index is None else sorted(set(index["weight_map"].values()))
+    found: dict[str, Tensor] = {}
+    for path in filter(None, (model_file(model, name) for name in files)):
+        with safe_open(path, framework="pt") as opened:
+            names = [name for name in opened.keys() if name.startswith(tuple(name_start))]  # noqa: SIM118  # no mapping
+            found |= {name: opened.get_tensor(name).to(torch.float32) for name in names}
+    return found
 
 
 def stored_settings(model: str) -> dict[str, Any]:

@@ -13,12 +13,14 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from replicas.errors import ModelLoadError, SequenceFailed
+from replicas.model.pooling.encoder import is_classifier, is_encoder
 from replicas.model.pooling.files import (
     StoredModule,
     stored_max_tokens,
     stored_modules,
     stored_prompts,
     stored_settings,
+    stored_weights,
 )
 from replicas.protocol import PoolCard, Pooling, PoolParams, PoolTask
 
@@ -132,6 +134,61 @@ def score_head(model: str, config: PretrainedConfig, output_rows: OutputRows) ->
     activation = _activation(stored_settings(model).get("activation_fn"), "Sigmoid")
     card = PoolCard(PoolTask.SCORE, Pooling.LAST, num_outputs=1, max_tokens=stored_max_tokens(model))
     return PoolHead(card, nn.Sequential(_linear(weight, None), activation), is_normalized=False)
+
+
+def classifier_head(model: str, config: PretrainedConfig) -> PoolHead | None:
+    """Return the head of a checkpoint that scores texts with one label; None: it is no such checkpoint.
+
+    Raises:
+        ModelLoadError: it has several labels, or a head that is not known.
+    """
+    if not is_classifier(config):
+        return None
+    if config.num_labels != 1:
+        raise ModelLoadError(f"it has {config.num_labels} labels; models with one, whose score it is, are served")
+    weights = stored_weights(model, _CLASSIFIERS)
+    layers = next((layers for names, layers in _heads_of(config) if set(names) <= weights.keys()), None)
+    if layers is None:
+        raise ModelLoadError(f"its head has the weights {', '.join(sorted(weights)) or 'none'}, which are not known")
+    pooling = Pooling.FIRST if is_encoder(config) else Pooling.LAST
+    if getattr(config, "classifier_pooling", "cls") == "mean":
+        pooling = Pooling.MEAN
+    own = getattr(config, "sentence_transformers", None) or {}
+    named = own.get("activation_fn", getattr(config, "sbert_ce_default_activation_function", None))
+    activation = _activation(stored_settings(model).get("activation_fn") or named, "Sigmoid")
+    card = PoolCard(PoolTask.SCORE, pooling, num_outputs=1, max_tokens=stored_max_tokens(model))
+    return PoolHead(card, nn.Sequential(*layers(weights), activation), is_normalized=False)
+
+
+_CLASSIFIERS = ("bert.pooler.dense.", "classifier.", "head.", "score.")
+"""Beginnings of the names of heads' weights."""
+_Layers = Callable[[dict[str, Tensor]], list[nn.Module]]
+
+
+def _heads_of(config: PretrainedConfig) -> list[tuple[tuple[str, ...], _Layers]]:
+    """Return the known heads: names of weights that each has, and a function that makes its layers of the weights."""
+
+    def linear(weights: dict[str, Tensor], name: str) -> nn.Linear:
+        return _linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def modern(weights: dict[str, Tensor]) -> list[nn.Module]:
+        norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias="head.norm.bias" in weights)
+        own = {name.removeprefix("head.norm."): weight for name, weight in weights.items() if "head.norm." in name}
+        norm.load_state_dict(own)
+        return [linear(weights, "head.dense"), nn.GELU(), norm, linear(weights, "classifier")]
+
+    return [
+        (("score.weight",), lambda weights: [linear(weights, "score")]),
+        (("head.dense.weight", "classifier.weight"), modern),
+        (
+            ("bert.pooler.dense.weight", "classifier.weight"),
+            lambda weights: [linear(weights, "bert.pooler.dense"), nn.Tanh(), linear(weights, "classifier")],
+        ),
+        (
+            ("classifier.dense.weight", "classifier.out_proj.weight"),
+            lambda weights: [linear(weights, "classifier.dense"), nn.Tanh(), linear(weights, "classifier.out_proj")],
+        ),
+    ]
 
 
 def _pooling_of(module: StoredModule) -> Pooling:
