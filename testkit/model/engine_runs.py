@@ -171,6 +171,8 @@ def engine_over(
         eos_token_ids=loaded.eos_token_ids,
         async_scheduling=is_ahead,
         counts_on_device=runner.counts_tokens,
+        whole_prompts=loaded.is_two_sided,
+        enable_prefix_caching=not loaded.is_two_sided,
     )
     return Engine(
         config,

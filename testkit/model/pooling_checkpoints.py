@@ -11,7 +11,13 @@ from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModel, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from testkit.model.tiny_checkpoints import tiny_config, tiny_tokenizer, write_checkpoint
 
@@ -56,6 +62,59 @@ def write_embedder(path: Path, architecture: str, files: PoolingFiles, **changes
     ending_tokenizer().save_pretrained(path)
     files.write(path, tiny_config(architecture).get_text_config(decoder=True).hidden_size)
     return path
+
+
+_ENCODER = {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128,
+    "max_position_embeddings": 300, "initializer_range": 0.15, "pad_token_id": 0, "num_labels": 1,
+}  # fmt: skip
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": _ENCODER,
+    "xlm-roberta": {**_ENCODER, "type_vocab_size": 1},
+    "modernbert": {
+        **_ENCODER, "local_attention": 16, "global_attn_every_n_layers": 3, "bos_token_id": 1, "eos_token_id": 2,
+        "cls_token_id": 1, "sep_token_id": 2,
+    },
+    "nomic_bert": _ENCODER,
+}  # fmt: skip
+"""Fields of tiny configs of encoders. One of ModernBERT's layers sees all tokens, the others 8 on each side."""
+
+
+def write_encoder(path: Path, family: str, files: PoolingFiles) -> Path:
+    """Write a tiny random encoder; `gemma3_text` is a decoder whose attention is two-sided."""
+    if family == "gemma3_text":
+        fields = tiny_config("gemma3_text-window").to_dict() | {"use_bidirectional_attention": True}
+        config = CONFIG_MAPPING[family](**{name: value for name, value in fields.items() if name != "architectures"})
+    else:
+        config = CONFIG_MAPPING[family](**ENCODERS[family])
+    _write_model(path, AutoModel, config)
+    files.write(path, config.hidden_size)
+    return path
+
+
+def write_classifier(path: Path, family: str) -> Path:
+    """Write a tiny random cross-encoder with a head, of one of the `ENCODERS` or a decoder such as `qwen3`."""
+    fields = ENCODERS.get(family)
+    config = CONFIG_MAPPING[family](**fields) if fields else tiny_config(family)
+    config.num_labels = 1
+    _write_model(path, AutoModelForSequenceClassification, config)
+    return path
+
+
+def _write_model(path: Path, auto_class: Any, config: PretrainedConfig) -> None:
+    torch.manual_seed(0)
+    auto_class.from_config(config, dtype=torch.float32).save_pretrained(path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.sep_token = "<eos>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>",
+        pair="<bos> $A <eos> $B:1 <eos>:1",
+        special_tokens=[("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)],
+    )
+    tokenizer.chat_template = None
+    if config.model_type == "bert":
+        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer.save_pretrained(path)
 
 
 def write_yes_no_reranker(path: Path, architecture: str, true_token_id: int, false_token_id: int) -> Path:

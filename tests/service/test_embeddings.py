@@ -151,8 +151,13 @@ async def test_scores_and_ranks_are_those_of_the_tokens_logits(tmp_path: Path) -
             assert [item["score"] for item in reply["data"]] == pytest.approx(scores, abs=1e-5)
         best = sorted(range(3), key=lambda index: -scores[index])
         for route in ("/v1/rerank", "/v2/rerank", "/rerank"):
-            body = {"model": "tiny", "query": query, "documents": [*documents[:2], {"text": documents[2]}], "top_n": 2}
-            results = (await service.http.post(route, json=body)).json()["results"]
+            ranked = {
+                "model": "tiny",
+                "query": query,
+                "documents": [*documents[:2], {"text": documents[2]}],
+                "top_n": 2,
+            }
+            results = (await service.http.post(route, json=ranked)).json()["results"]
             assert [item["index"] for item in results] == best[:2]
             assert [item["relevance_score"] for item in results] == pytest.approx(
                 [scores[i] for i in best[:2]], abs=1e-5

@@ -66,17 +66,19 @@ class TextEncoder(nn.Module):
         unnumbered = [module for module in encoder.modules() if hasattr(module, "is_causal")]
         for index, module in enumerate(unnumbered):
             if not hasattr(module, "layer_idx"):
-                module.layer_idx = index  # type: ignore[assignment]  # a plain attribute, and no tensor or module
+                module.layer_idx = index
 
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self.encoder.device
+        device: torch.device = self.encoder.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """Number format of the weights."""
-        return self.encoder.dtype
+        dtype: torch.dtype = self.encoder.dtype
+        return dtype
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the layer that gets the hidden states."""
@@ -84,7 +86,8 @@ class TextEncoder(nn.Module):
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the layer that makes vectors of token ids."""
-        return self.encoder.get_input_embeddings()
+        layer: nn.Module = self.encoder.get_input_embeddings()
+        return layer
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | int = 0, **_: Any
@@ -99,10 +102,12 @@ class TextEncoder(nn.Module):
 
     def _types(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return 0 for the tokens of a pair's first text with its separator, and 1 for those behind it."""
-        is_separator = (input_ids == self.pair_separator).long()
+        assert self.pair_separator is not None
+        is_separator = input_ids.eq(self.pair_separator).long()
         num_before = is_separator.cumsum(dim=1) - is_separator
         at_start = torch.where(position_ids == 0, num_before, 0).cummax(dim=1).values
-        return (num_before - at_start).clamp(max=1)
+        types: Tensor = (num_before - at_start).clamp(max=1)
+        return types
 
 
 class _NoOutput(nn.Module):
