@@ -112,9 +112,11 @@ def _write_model(path: Path, auto_class: Any, config: PretrainedConfig) -> None:
         special_tokens=[("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)],
     )
     tokenizer.chat_template = None
-    if config.model_type == "bert":
-        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     tokenizer.save_pretrained(path)
+    if config.model_type == "bert":
+        stored = json.loads((path / "tokenizer_config.json").read_text())
+        names = ["input_ids", "token_type_ids", "attention_mask"]
+        _write(path / "tokenizer_config.json", stored | {"model_input_names": names})
 
 
 def write_yes_no_reranker(path: Path, architecture: str, true_token_id: int, false_token_id: int) -> Path:

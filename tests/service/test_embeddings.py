@@ -11,7 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testkit.model.pooling_checkpoints import PoolingFiles, expected_vectors, write_embedder, write_yes_no_reranker
+from testkit.model.pooling_checkpoints import (
+    PoolingFiles,
+    expected_vectors,
+    write_embedder,
+    write_encoder,
+    write_yes_no_reranker,
+)
 from tests.service.conftest import Service, serving
 
 FILES = PoolingFiles("lasttoken", prompts={"query": "find the fox: ", "passage": ""}, max_tokens=100)
@@ -131,6 +137,21 @@ async def test_a_model_says_what_it_cannot_do(checkpoint: Path) -> None:
         ):
             reply = await service.http.post(path, json={"model": "tiny", **body})
             assert reply.status_code == 400 and "no pooling" in reply.json()["error"]["message"]
+
+
+async def test_an_encoder_embeds_and_generates_nothing(tmp_path: Path) -> None:
+    files = PoolingFiles("mean")
+    path = write_encoder(tmp_path, "bert", files)
+    async with serving(path) as service:
+        reply = await service.openai.embeddings.create(model="tiny", input=TEXTS, encoding_format="float")
+        check(
+            [item.embedding for item in reply.data],
+            expected_vectors(path, [ids_of(path, text) for text in TEXTS], files),
+        )
+        too_long = await service.http.post("/v1/embeddings", json={"model": "tiny", "input": [[5] * 65]})
+        assert too_long.status_code == 400 and "64 tokens" in too_long.json()["error"]["message"]
+        refused = await service.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
+        assert refused.status_code == 400 and "generates none" in refused.json()["error"]["message"]
 
 
 async def test_scores_and_ranks_are_those_of_the_tokens_logits(tmp_path: Path) -> None:
