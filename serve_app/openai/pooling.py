@@ -45,10 +45,10 @@ class PoolingModel:
             InvalidRequest: it has another one, or none.
         """
         if card.pool is None:
-            raise InvalidRequest("this model generates; it has no pooling", "model", "unsupported_model")
+            raise InvalidRequest("this model generates; it has no pooling", "model")
         if card.pool.task is not task:
             made, asked = ("embeddings", "scores") if task is PoolTask.SCORE else ("scores", "embeddings")
-            raise InvalidRequest(f"this model makes {made}, and no {asked}", "model", "unsupported_model")
+            raise InvalidRequest(f"this model makes {made}, and no {asked}", "model")
         return cls(card, card.pool)
 
     @property

@@ -284,7 +284,7 @@ class CompletionService:
     async def _generating_card(self) -> ModelCard:
         card = await self._model.card()
         if not card.generates:
-            raise InvalidRequest("this model embeds or scores texts; it generates none", "model", "unsupported_model")
+            raise InvalidRequest("this model embeds or scores texts; it generates none", "model")
         return card
 
     def _prepared(
