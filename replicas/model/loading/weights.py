@@ -102,7 +102,7 @@ def model_without_values(config: PretrainedConfig) -> PreTrainedModel:
         model: PreTrainedModel = _class_of(config)._from_config(
             _plain(config), attn_implementation=ATTENTION_NAME, **_without_pooler(config)
         )
-    return model
+    return _as_decoder(model, config)
 
 
 def _as_decoder(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
