@@ -107,6 +107,11 @@ class PooledHead:
     """Time of the request's arrival, whole unix seconds."""
     model: str
 
+    def listed(self, data: list[JsonObject], usage: JsonObject) -> JsonObject:
+        """Return a reply that is a list of objects."""
+        head = {"id": self.id, "object": "list", "created": self.created, "model": self.model}
+        return {**head, "data": data, "usage": _usage(usage)}
+
 
 class PooledFormat(Protocol):
     """Format of a pooled reply, which is whole: nothing of it is in a stream."""
@@ -158,14 +163,7 @@ class EmbeddingFormat(PooledFormat):
             {"object": "embedding", "index": index, "embedding": self._written(delta.pooled)}
             for index, delta in enumerate(deltas)
         ]
-        return {
-            "id": self._head.id,
-            "object": "list",
-            "created": self._head.created,
-            "model": self._head.model,
-            "data": data,
-            "usage": _usage(usage),
-        }
+        return self._head.listed(data, usage)
 
     def _written(self, pooled: bytes) -> str | list[float]:
         return base64.b64encode(pooled).decode() if self._is_base64 else _numbers(pooled)
@@ -183,14 +181,7 @@ class ScoreFormat(PooledFormat):
             {"object": "score", "index": index, "score": _numbers(delta.pooled)[0]}
             for index, delta in enumerate(deltas)
         ]
-        return {
-            "id": self._head.id,
-            "object": "list",
-            "created": self._head.created,
-            "model": self._head.model,
-            "data": data,
-            "usage": _usage(usage),
-        }
+        return self._head.listed(data, usage)
 
 
 class RerankFormat(PooledFormat):
