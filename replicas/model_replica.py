@@ -8,10 +8,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from replicas.engine.async_engine import AsyncEngine
-from replicas.engine.batch import ModelRunner
+from replicas.engine.batch import ModelRunner, Pooler, PoolerFactory
 from replicas.engine.config import EngineConfig, EngineLimits, sequence_blocks
 from replicas.engine.constraint import ConstraintCompiler
 from replicas.engine.engine import Engine
@@ -23,8 +24,9 @@ from replicas.model.build import build_fitted, describe_lowered, warm_up
 from replicas.model.hardware.limits import cpu_limit
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.tokenizer import make_decoder
+from replicas.model.pooling.heads import PoolHead
 from replicas.options import ReplicaOptions
-from replicas.protocol import Auto, ModelCard, ReplicaIdentity
+from replicas.protocol import Auto, GenerateRequest, ModelCard, PoolCard, ReplicaIdentity
 from replicas.text.grammar import GrammarCompiler
 
 _log = logging.getLogger(__name__)
@@ -73,6 +75,14 @@ class Backend:
     """Slots for recurrent state; 0: the model has none."""
     limits: EngineLimits | None = None
     """Limits that the KV cache holds; None: those of the options."""
+    poolers: PoolerFactory | None = None
+    """Makers of pooled outputs; None: the model has no pooling."""
+    pool: PoolCard | None = None
+    """Description of the pooled outputs."""
+    generates: bool = True
+    """True if the model generates tokens."""
+    whole_prompts: bool = False
+    """True if a prompt must be computed in one step."""
     warm_step_s: float = 0.0
     """Seconds that a few of the largest steps take once kernels are compiled."""
 
@@ -114,7 +124,16 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         notes=(*loaded.notes, *filter(None, [lowered])),
         limits=limits,
         warm_step_s=warm_step_s,
+        poolers=None if loaded.head is None else partial(_pooler_of, loaded.head),
+        pool=None if loaded.head is None else loaded.head.card,
+        generates=loaded.generates,
+        whole_prompts=loaded.is_two_sided,
     )
+
+
+def _pooler_of(head: PoolHead, request: GenerateRequest) -> Pooler:
+    assert request.params.pool is not None
+    return head.pooler(request.params.pool, len(request.prompt_token_ids))
 
 
 LoadBackend = Callable[[ReplicaOptions], Backend]
@@ -147,6 +166,8 @@ class ModelReplica:
             weights=backend.weights,
             cache_dtype=backend.cache_dtype,
             notes=backend.notes,
+            pool=backend.pool,
+            generates=backend.generates,
         )
         for note in backend.notes:
             _log.warning("note about the model: %s", note)
@@ -158,6 +179,7 @@ class ModelReplica:
             align_when_throttled=is_on_cpu,
         )
         self._constraints = backend.constraints
+        self._poolers = backend.poolers
         first_step_s = 0.0 if is_on_cpu else _FIRST_STEP_S
         self._steps = StepWatch(options.limits.max_step_s, backend.warm_step_s, first_step_s)
         precision = f"{backend.dtype} {options.model.quantization} {backend.weights} {backend.cache_dtype}"
@@ -169,7 +191,12 @@ class ModelReplica:
     def start(self) -> AsyncEngine:
         """Start the engine on the running event loop, and return it. Called once."""
         engine = AsyncEngine(
-            self._engine, self._coalescing, constraints=self._constraints, steps=self._steps, thread=self._thread
+            self._engine,
+            self._coalescing,
+            constraints=self._constraints,
+            steps=self._steps,
+            thread=self._thread,
+            poolers=self._poolers,
         )
         engine.start()
         return engine
@@ -219,6 +246,9 @@ def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
     if options.limits.async_scheduling is None:
         limits["async_scheduling"] = backend.device.startswith("cuda")
     max_model_len = backend.max_model_len
+    if backend.whole_prompts:
+        max_model_len = min(max_model_len, engine_limits.max_num_batched_tokens)
+        limits["enable_prefix_caching"] = False
     if options.model.max_model_len is None:
         blocks = sequence_blocks(engine_limits, backend.windows, is_asynchronous=limits["async_scheduling"])
         max_model_len = min(max_model_len, blocks.num_tokens(backend.num_blocks))
@@ -235,5 +265,6 @@ def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
         counts_on_device=backend.counts_tokens,
         cache_dtype=backend.cache_dtype,
         vocab_size=backend.vocab_size,
+        whole_prompts=backend.whole_prompts,
         eos_token_ids=backend.eos_token_ids,
     )

@@ -44,6 +44,56 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+class Pooling(Enum):
+    """Rule by which the hidden states of a text become one vector."""
+
+    LAST = "last"
+    """State of the last token. It needs no other state, so a cached prefix is reused."""
+    FIRST = "first"
+    """State of the first token."""
+    MEAN = "mean"
+    """Mean of the states of all tokens."""
+
+
+class PoolTask(Enum):
+    """Use of a pooled vector."""
+
+    EMBED = "embed"
+    """The vector is the answer."""
+    SCORE = "score"
+    """A head makes scores of the vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolParams:
+    """Parameters of a request whose output is pooled, and not generated."""
+
+    task: PoolTask
+    pooling: Pooling
+    dimensions: int | None = None
+    """Number of the first numbers of an embedding that are kept; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCard:
+    """Description of the pooled outputs of a model."""
+
+    task: PoolTask
+    pooling: Pooling
+    num_outputs: int
+    """Numbers in an embedding, or scores of a text."""
+    max_tokens: int | None = None
+    """Most tokens of a text, by the checkpoint; None: as many as the model takes."""
+    can_shorten: bool = False
+    """True if the first numbers of an embedding are an embedding, too (Matryoshka)."""
+    dimensions: tuple[int, ...] = ()
+    """Numbers of dimensions to which an embedding may be shortened; empty: all."""
+    prompts: tuple[tuple[str, str], ...] = ()
+    """Texts that go before a text, with their names."""
+    default_prompt: str | None = None
+    """Name of the text that goes there if a request names none."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogitBias:
     """Bias that is added to the logit of one token before sampling."""
@@ -57,7 +107,7 @@ class SamplingParams:
     """Parameters of sampling, validated in the ingress; names and meanings are vLLM's and OpenAI's."""
 
     max_tokens: int
-    """Most output tokens: at least 1, or 0 together with `prompt_logprobs` (echo without generation)."""
+    """Most output tokens: at least 1, or 0 together with `prompt_logprobs` (echo without generation) or `pool`."""
     temperature: float = 1.0
     """Temperature; 0 is greedy."""
     top_p: float = 1.0
@@ -88,6 +138,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """True if special tokens have no text, other than the visible ones."""
     visible_special_token_ids: tuple[int, ...] = ()
+    pool: PoolParams | None = None
+    """Pooling of the prompt's hidden states, which is the output; None: tokens are."""
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """True if every token of the prompt must be computed, so that no cached prefix is reused."""
+        return self.prompt_logprobs is not None or (self.pool is not None and self.pool.pooling is not Pooling.LAST)
 
     @property
     def is_constrained(self) -> bool:
@@ -374,6 +431,8 @@ class TokenDelta(NamedTuple):
     phases: PhaseSeconds | None = None
     """Times of the sequence up to this delta: in the first delta of a replica, the first after a preemption and the
     last."""
+    pooled: bytes = b""
+    """Pooled output in float32, little-endian, in the only delta of a request for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +459,10 @@ class ModelCard:
     """Number format of the KV cache; empty: not known."""
     notes: tuple[str, ...] = ()
     """Faults of the checkpoint with which the model is served all the same, a sentence each."""
+    pool: PoolCard | None = None
+    """Pooled outputs; None: the model has no pooling."""
+    generates: bool = True
+    """True if the model generates tokens."""
 
 
 class MetricKind(Enum):
@@ -453,7 +516,7 @@ def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
     first, last = deltas[0], deltas[-1]
     if first is last:
         return first
-    _, _, token_ids, texts, _, logprobs, prompt_logprobs, reasons, _, _, stats, phases = zip(*deltas, strict=True)
+    _, _, token_ids, texts, _, logprobs, prompt_logprobs, reasons, _, _, stats, phases, _ = zip(*deltas, strict=True)
     joined_ids = tuple(chain.from_iterable(token_ids))
     assert last.start - first.start == len(joined_ids) - len(last.token_ids) and not any(reasons[:-1])
     return TokenDelta(
@@ -469,4 +532,5 @@ def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
         last.error,
         next(filter(None, reversed(stats)), None),
         next(filter(None, reversed(phases)), None),
+        last.pooled,
     )

@@ -316,7 +316,8 @@ class Dispatcher:
     def _learn_end(self, request: GenerateRequest, timeline: Timeline, stats: ReplicaStats | None) -> None:
         assert timeline.queued_s is not None and timeline.first_delta_s is not None and timeline.finished_s is not None
         num_tokens, started_s = timeline.num_output_tokens, timeline.queued_s
-        self._flow.lengths.observe(request.tenant, request.band, num_tokens)
+        if request.params.max_tokens:
+            self._flow.lengths.observe(request.tenant, request.band, num_tokens)
         ttft_s, duration_s = timeline.first_delta_s - started_s, timeline.finished_s - started_s
         auto_tpot_s = None if stats is None else stats.tpot_targets_s[request.band]
         self._observer.finished(request.band, ttft_s, duration_s, num_tokens, auto_tpot_s)

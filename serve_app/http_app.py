@@ -21,6 +21,7 @@ from serve_app.endpoints.generation.completions import CompletionEndpoints
 from serve_app.endpoints.generation.conversations import ConversationEndpoints
 from serve_app.endpoints.generation.messages import MessageEndpoints
 from serve_app.endpoints.generation.models import ModelEndpoints
+from serve_app.endpoints.generation.pooled import PooledEndpoints
 from serve_app.endpoints.generation.request_status import RequestEndpoints
 from serve_app.endpoints.generation.responder import Completions
 from serve_app.endpoints.generation.responses import ResponseEndpoints
@@ -100,6 +101,7 @@ def create_api(
         CompletionEndpoints(bodies, completions),
         MessageEndpoints(bodies, completions),
         *_response_endpoints(bodies, completions, backends.responses, settings.keep_alive_s),
+        PooledEndpoints(bodies, completions),
         SyncPromptEndpoints(bodies, service, settings, clock),
         RequestEndpoints(registry, None if jobs is None else jobs.client),
     ]

@@ -25,6 +25,7 @@ from replicas.model.attention.interface import ATTENTION_NAME, AttentionPort, re
 from replicas.model.attention.probe import probe_attention
 from replicas.model.layers.optimize import cuda_modules, optimize_model
 from replicas.model.loading.loader import LoadedModel
+from replicas.model.pooling.tap import HiddenTap
 
 _DEMO = Path(__file__).resolve().parents[2] / "replicas" / "demo"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -119,6 +120,7 @@ def with_paged_attention(model: PreTrainedModel, dtype: torch.dtype, device: tor
         model_id="bench",
         model=model,
         port=port,
+        hidden=HiddenTap(model),
         layers=probe_attention(model, port),
         tokenizer=None,
         max_model_len=model.config.max_position_embeddings,

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
+from replicas.engine.batch import Pooler, PoolerFactory
 from replicas.engine.constraint import Constraint, ConstraintCompiler
 from replicas.engine.engine import Engine
 from replicas.engine.engine_thread import EngineThread
@@ -53,14 +54,16 @@ class AsyncEngine:
         constraints: ConstraintCompiler | None = None,
         steps: StepWatch | None = None,
         thread: EngineThread | None = None,
+        poolers: PoolerFactory | None = None,
     ) -> None:
         """Prepare the engine thread. Called on the event loop that will read the streams.
 
         `steps` tells a hung step from a slow one; None: a step may take any time. The steps are the last work of
-        `thread`; None: of a new one.
+        `thread`; None: of a new one. `poolers` None: the model has no pooling.
         """
         self._engine = engine
         self._constraints = constraints
+        self._poolers = poolers
         self._compiling = ThreadPoolExecutor(1, "constraints")
         self._coalescing = coalescing
         self._clock = clock or Clock()
@@ -97,14 +100,14 @@ class AsyncEngine:
         try:
             try:
                 self._check_takes_requests()
-                constraint = await self._constraint_of(request)
+                constraint, pooler = await self._constraint_of(request), self._pooler_of(request)
                 self._check_takes_requests()
             except ServingError as error:
                 mailbox.put(_refusal(request, error))
                 await mailbox.until_ended()
                 return
             with self._register(request, mailbox) as engine_request_id:
-                self._inbox.put(partial(self._add, replace(request, request_id=engine_request_id), constraint))
+                self._inbox.put(partial(self._add, replace(request, request_id=engine_request_id), constraint, pooler))
                 await mailbox.until_ended()
         finally:
             outbox.discard(number)
@@ -186,6 +189,14 @@ class AsyncEngine:
             self._compiling, self._constraints.constraint_of, request
         )
 
+    def _pooler_of(self, request: GenerateRequest) -> Pooler | None:
+        """Return the maker of the request's pooled output; None: it generates tokens."""
+        if request.params.pool is None:
+            return None
+        if self._poolers is None:
+            raise InvalidRequest("this replica's model generates; it has no pooling", "model")
+        return self._poolers(request)
+
     @contextlib.contextmanager
     def _register(self, request: GenerateRequest, mailbox: Mailbox) -> Iterator[str]:
         """Count an open stream and deliver its deltas; yield its id in the engine.
@@ -257,9 +268,9 @@ class AsyncEngine:
             self._next_check_s = now + _CHECK_PERIOD_S
             self._engine.check_invariants()
 
-    def _add(self, request: GenerateRequest, constraint: Constraint | None) -> None:
+    def _add(self, request: GenerateRequest, constraint: Constraint | None, pooler: Pooler | None) -> None:
         try:
-            self._engine.add(request, constraint)
+            self._engine.add(request, constraint, pooler)
         except ServingError as error:
             self._post([_refusal(request, error)])
         except Exception as error:  # A request that is not valid after all: the others must not end with it.

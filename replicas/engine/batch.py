@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from replicas.engine.sequence import Sequence
-from replicas.protocol import Band, PositionLogprobs
+from replicas.protocol import Band, GenerateRequest, PositionLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +250,8 @@ class ItemResult:
     """Log probabilities at the sampled token, if the request asked for them."""
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     """Log probabilities, if asked for, of the prompt tokens at start + 1 .. min(end, num_prompt_tokens - 1)."""
+    pooled: np.ndarray | None = None
+    """Sum of the hidden states of the item's tokens that its request pools, [hidden_size] float32; None: no token."""
     error: str | None = None
     """Error of this sequence alone, for example logits that are not numbers; None: it did not fail."""
 
@@ -269,7 +271,10 @@ class StepResults:
         others = {
             index: result
             for index, result in enumerate(results)
-            if result.error is not None or result.logprobs is not None or result.prompt_logprobs
+            if result.error is not None
+            or result.logprobs is not None
+            or result.prompt_logprobs
+            or result.pooled is not None
         }
         return cls(np.array(token_ids, np.int64), others)
 
@@ -353,6 +358,23 @@ class ModelRunner(Protocol):
         Raises:
             Exception: the batch failed; steps launched before are not affected.
         """
+
+
+class Pooler(Protocol):
+    """Maker of one sequence's pooled output."""
+
+    def push(self, start: int, pooled: np.ndarray) -> None:
+        """Add the result of the tokens from position `start`; a result from position 0 begins anew."""
+
+    def finish(self) -> bytes:
+        """Return the output in float32, little-endian. Called when the whole prompt is computed.
+
+        Raises:
+            SequenceFailed: it is not finite.
+        """
+
+
+PoolerFactory = Callable[[GenerateRequest], Pooler]
 
 
 class IncrementalDecoder(Protocol):

@@ -247,7 +247,7 @@ class BlockManager:
 
     def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of the full blocks before the sequence's last known token, if it may reuse blocks."""
-        if not self._config.enable_prefix_caching or sequence.request.params.prompt_logprobs is not None:
+        if not self._config.enable_prefix_caching or sequence.request.params.needs_whole_prompt:
             return []
         self._extend_hashes(sequence)
         return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self._config.block_size]

@@ -141,6 +141,8 @@ class EngineConfig(EngineLimits):
     """Number format of the KV cache, for its metric; empty: not known."""
     vocab_size: int
     """Tokens that the model has, with ids 0..vocab_size - 1. A request with any other id is refused."""
+    whole_prompts: bool = False
+    """A prompt is computed in one step or not at all, since its tokens see those behind them. No prefix is reused."""
     eos_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence unless it says `ignore_eos`."""
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from replicas.engine.batch import CollectedStep, ItemResult, ModelRunner, ScheduledSequence, ScheduledStep
+from replicas.engine.batch import CollectedStep, ItemResult, ModelRunner, Pooler, ScheduledSequence, ScheduledStep
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig
 from replicas.engine.constraint import Constraint
-from replicas.engine.output_processor import DecoderFactory, OutputProcessor
+from replicas.engine.output_processor import DecoderFactory, OutputProcessor, PooledProcessor
 from replicas.engine.pipeline import Pipeline
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import DEVICE_S, KNOWN, PROMPT, WORK, Sequence, SequenceStatus
@@ -63,7 +63,7 @@ class Engine:
         self._rule = config.sequence_blocks
         self._stats = EngineStats(config)
         self._pipeline = Pipeline(runner, self._scheduler, self._clock, config)
-        self._output_processors: dict[str, OutputProcessor] = {}
+        self._output_processors: dict[str, OutputProcessor | PooledProcessor] = {}
         self._deadlines = Deadlines()
         self._num_added = 0
         self._is_draining = False
@@ -80,8 +80,8 @@ class Engine:
         """Number of forward passes that repeated a part of a failed step. Any thread may read it."""
         return self._pipeline.num_repeats
 
-    def add(self, request: GenerateRequest, constraint: Constraint | None = None) -> None:
-        """Accept a request, with its constraint if it has one.
+    def add(self, request: GenerateRequest, constraint: Constraint | None = None, pooler: Pooler | None = None) -> None:
+        """Accept a request, with its constraint if it has one, and its pooler if its output is pooled.
 
         Raises:
             InvalidRequest: the request could never be served here, or its id is in use.
@@ -101,8 +101,11 @@ class Engine:
         deadline_s = None if request.deadline_unix_s is None else self._clock.from_unix(request.deadline_unix_s)
         arrival_s = now if request.arrival_unix_s is None else min(now, self._clock.from_unix(request.arrival_unix_s))
         sequence = Sequence(request, arrival_s, deadline_s, self._num_added, constraint)
-        processor = OutputProcessor(sequence, self._decoders, self._config.eos_token_ids)
-        self._output_processors[request.request_id] = processor
+        self._output_processors[request.request_id] = (
+            OutputProcessor(sequence, self._decoders, self._config.eos_token_ids)
+            if pooler is None
+            else PooledProcessor(sequence, pooler)
+        )
         self._num_added += 1
         self._deadlines.add(sequence)
         self._scheduler.add(sequence, now)
@@ -284,6 +287,7 @@ class Engine:
         progress = zip(token_ids.tolist(), num_output_tokens, work, device_s, strict=True)
         for index, numbers in zip(indices.tolist(), progress, strict=True):
             processor = self._output_processors[columns.sequences[index].request_id]
+            assert isinstance(processor, OutputProcessor), "a pooled sequence samples no token"
             try:
                 deltas[index] = processor.continued(*numbers)
             except SequenceFailed as error:
@@ -298,7 +302,7 @@ class Engine:
             return None  # It ended while the step was in flight.
         processor = self._output_processors[sequence.request_id]
         if result.error is not None:
-            return processor.fail(processor.constraint_fault() or SequenceFailed(result.error))
+            return processor.failed(result.error)
         self._scheduler.computed(item)
         delta = processor.advance(item, result)
         if item.samples and delta is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from replicas.engine.batch import IncrementalDecoder, ItemResult, ScheduledSequence
+from replicas.engine.batch import IncrementalDecoder, ItemResult, Pooler, ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.errors import InvalidRequest, SequenceFailed, ServingError
 from replicas.protocol import FinishReason, GenerateRequest, PositionLogprobs, TokenDelta, Usage
@@ -154,6 +154,10 @@ class OutputProcessor:
         """Return the last delta of a sequence that cannot go on."""
         return self._delta((), "", Stop(FinishReason.ERROR))._replace(error=error)
 
+    def failed(self, message: str) -> TokenDelta:
+        """Return the last delta of a sequence whose step failed."""
+        return self.fail(self._constraint_fault() or SequenceFailed(message))
+
     def _read(self, token_id: int) -> tuple[str, Stop | None]:
         """Return the text that the newest token completes, and the end of the sequence if the token ends it."""
         detokenizer, sequence = self._detokenizer, self.sequence
@@ -176,7 +180,7 @@ class OutputProcessor:
         try:
             constraint.accept(token_id)
         except ValueError as error:
-            raise self.constraint_fault() or SequenceFailed(f"the output left its grammar: {error}") from error
+            raise self._constraint_fault() or SequenceFailed(f"the output left its grammar: {error}") from error
         return constraint.is_complete
 
     def _forced_token_id(self) -> int | None:
@@ -192,7 +196,7 @@ class OutputProcessor:
         has_limits = params.allowed_token_ids or params.bad_words or sequence.num_output_tokens < params.min_tokens
         return None if has_limits or params.logprobs is not None else sequence.constraint.forced_token_id()
 
-    def constraint_fault(self) -> InvalidRequest | None:
+    def _constraint_fault(self) -> InvalidRequest | None:
         """Return the error of a sequence whose constraint cannot be followed further; None if it can."""
         constraint = self.sequence.constraint
         if constraint is None or constraint.error is None:
@@ -218,26 +222,61 @@ class OutputProcessor:
         logprobs: tuple[PositionLogprobs, ...] = (),
         prompt_logprobs: tuple[PositionLogprobs, ...] = (),
     ) -> TokenDelta:
-        sequence = self.sequence
-        num_output_tokens = sequence.num_output_tokens
-        return TokenDelta(
-            request_id=sequence.request.request_id,
-            start=num_output_tokens - len(token_ids),
-            token_ids=token_ids,
-            text=text,
-            usage=Usage(
-                sequence.num_prompt_tokens,
-                num_output_tokens,
-                sequence.num_cached_tokens or 0,
-                sequence.work_tokens,
-                sequence.recomputed_tokens,
-                sequence.device_s,
-            ),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=stop.reason if stop else None,
-            stop_reason=stop.cause if stop else None,
+        return _delta_of(self.sequence, token_ids, text, stop)._replace(
+            logprobs=logprobs, prompt_logprobs=prompt_logprobs
         )
+
+
+class PooledProcessor:
+    """Output processor of a sequence whose prompt's hidden states are pooled: it ends when the prompt is computed."""
+
+    def __init__(self, sequence: Sequence, pooler: Pooler) -> None:
+        self.sequence = sequence
+        self._pooler = pooler
+
+    def advance(self, item: ScheduledSequence, result: ItemResult) -> TokenDelta | None:
+        """Add a step's result for the sequence; return its delta with the last one, else None."""
+        sequence = self.sequence
+        if result.pooled is not None:
+            self._pooler.push(item.start, result.pooled)
+        if sequence.num_computed_tokens < sequence.num_tokens:
+            return None
+        try:
+            pooled = self._pooler.finish()
+        except ServingError as error:
+            return self.fail(error)
+        return _delta_of(sequence, stop=Stop(FinishReason.STOP))._replace(pooled=pooled)
+
+    def fail(self, error: ServingError) -> TokenDelta:
+        """Return the last delta of a sequence that cannot go on."""
+        return _delta_of(self.sequence, stop=Stop(FinishReason.ERROR))._replace(error=error)
+
+    def failed(self, message: str) -> TokenDelta:
+        """Return the last delta of a sequence whose step failed."""
+        return self.fail(SequenceFailed(message))
+
+
+def _delta_of(
+    sequence: Sequence, token_ids: tuple[int, ...] = (), text: str = "", stop: Stop | None = None
+) -> TokenDelta:
+    num_output_tokens = sequence.num_output_tokens
+    usage = Usage(
+        sequence.num_prompt_tokens,
+        num_output_tokens,
+        sequence.num_cached_tokens or 0,
+        sequence.work_tokens,
+        sequence.recomputed_tokens,
+        sequence.device_s,
+    )
+    return TokenDelta(
+        request_id=sequence.request.request_id,
+        start=num_output_tokens - len(token_ids),
+        token_ids=token_ids,
+        text=text,
+        usage=usage,
+        finish_reason=stop.reason if stop else None,
+        stop_reason=stop.cause if stop else None,
+    )
 
 
 def _undecodable(error: Exception) -> SequenceFailed:

@@ -175,8 +175,9 @@ class Sequence:
             or self.has_penalties
             or any(map(bool, (params.bad_words, params.logit_bias, params.min_tokens, params.allowed_token_ids)))
             or params.logprobs is not None
+            or params.pool is not None
         )
-        """True if sampling needs more than temperature, top-p, top-k and min-p."""
+        """True if the output needs more than sampling by temperature, top-p, top-k and min-p."""
         self.has_text_alone = constraint is None and params.logprobs is None and not params.stop
         """True if an output token changes nothing but the numbers and the text, unless it ends the sequence."""
         self.block_table: list[int] = []

@@ -222,7 +222,7 @@ class EngineStats:
                 sequence.first_scheduled_s = now
                 self._tokens["prompt"] += sequence.num_prompt_tokens
                 self._tokens["cached"] += sequence.num_cached_tokens or 0
-                if self._config.enable_prefix_caching and sequence.request.params.prompt_logprobs is None:
+                if self._config.enable_prefix_caching and not sequence.request.params.needs_whole_prompt:
                     self._tokens["looked up"] += sequence.num_prompt_tokens
 
     def stepped(self, step: CollectedStep, table: SequenceTable) -> None:

@@ -97,12 +97,17 @@ class StepPlan:
         return max(1, self.num_tokens_left // self._config.max_num_partial_prefills)
 
     def schedule(self, sequence: Sequence, at_most: int) -> None:
-        """Give `sequence`, which is not one of the decodes, up to `at_most` more of its tokens in this step."""
+        """Give `sequence`, which is not one of the decodes, up to `at_most` more of its tokens in this step.
+
+        A prompt that must be computed whole gets all of them or none.
+        """
         num_scheduled = self._scheduled.get(sequence, 0)
         if num_scheduled == 0 and self.is_long(sequence):
             self._num_long += 1
         more = min(at_most, self.num_tokens_left, sequence.num_uncomputed_tokens - num_scheduled)
         assert more >= 0
+        if self._config.whole_prompts and more < sequence.num_uncomputed_tokens:
+            return
         if more:
             self._scheduled[sequence] = num_scheduled + more
             self._num_scheduled_tokens += more

@@ -33,6 +33,7 @@ from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.loader import LoadedModel, load_model, longest_of
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import model_without_values
+from replicas.model.pooling.encoder import is_two_sided
 
 _BLOCK_SIZE = 16
 _KEPT_BITS = "weights of 4 and 8 bits in Triton"
@@ -54,6 +55,7 @@ class ModelMemory:
     """Memory that one token of a model takes, and the longest sequence."""
 
     kv_bytes_per_token: int
+    """0: the model computes whole texts, without a KV cache."""
     kv_bytes_per_token_in_8_bits: int
     max_model_len: int
     has_experts: bool
@@ -180,6 +182,9 @@ def memory_of(config: PretrainedConfig, dtype: torch.dtype, *, is_gpu: bool = Fa
     model = model_without_values(config).to(torch.bfloat16)  # torch has no grouped product of float32 there.
     store_latents(model)
     port = AttentionPort(model)
+    if is_two_sided(config):
+        probe_shapes(model, port, two_sided=True)
+        return ModelMemory(0, 0, choose_max_model_len(longest_of(config), None), False, 0, 0)
     layers = probe_shapes(model, port) or _equal_layers(text)
     slot_bytes = bytes_per_slot(port.recurrent.layers, _BLOCK_SIZE, dtype)
     plain, quantized = (bytes_per_block(layers, 1, cache_dtype) for cache_dtype in (dtype, torch.int8))

@@ -12,8 +12,8 @@ import numpy as np
 
 from replicas.engine.batch import BatchColumns, ItemResult, ScheduledBatch, ScheduledSequence, StepResults
 from replicas.model.attention.kv_cache import KVCache
-from replicas.model.batch.inputs import NO_LAST_ROWS, InputPlan, LastRows, wants_prompt_logprobs
-from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer, Span
+from replicas.model.batch.inputs import NO_LAST_ROWS, InputPlan, LastRows, PooledRows, wants_prompt_logprobs
+from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor, Span
 from replicas.model.cuda_graphs.padding import PaddedPlan, StepPadding
 from replicas.model.hardware.limits import cpu_limit
 from replicas.model.loading.loader import LoadedModel
@@ -38,6 +38,8 @@ class FlatPass:
     """Prompt tokens to score, one for each of the first rows of logits."""
     max_top: int
     """Number of most probable tokens to score in each of these rows."""
+    pooled: PooledRows | None = None
+    """Rows whose hidden states are pooled; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +80,19 @@ class PlannedStep:
     """Items of these rows."""
     pieces: list[ScoredPiece]
     """Scored prompt tokens, one piece for each pass that scores some."""
+    pooled: list[int]
+    """Indices of the items whose hidden states are pooled."""
 
     def read(
-        self, tokens: PendingTokens | None, scores: list[PendingLogprobs], to_host: DeviceToHostBuffer
+        self,
+        tokens: PendingTokens | None,
+        scores: list[PendingLogprobs],
+        to_host: DeviceToHostBuffer,
+        pooled: PendingTensor | None = None,
     ) -> StepResults:
         """Return one result per item of the batch, after `to_host.wait()`.
 
-        `scores` has an entry for each of `pieces`.
+        `scores` has an entry for each of `pieces`, `pooled` a row for each index of the field.
         """
         sampled = None if tokens is None else tokens.read(to_host, self.sampling)
         if sampled is not None and self.sampling is self.batch.columns:
@@ -93,6 +101,9 @@ class PlannedStep:
         if sampled is not None:
             results.token_ids[self.indices] = sampled.token_ids
             results.others.update((self.indices.item(row), result) for row, result in sampled.others.items())
+        if pooled is not None:
+            vectors = to_host[pooled].numpy()
+            results.others.update((index, ItemResult(pooled=vectors[row])) for row, index in enumerate(self.pooled))
         for piece, pending in zip(self.pieces, scores, strict=True):
             logprobs = pending.read(to_host, piece.targets, [piece.num_top] * len(piece.targets))
             result = results[piece.index]
@@ -141,7 +152,7 @@ class StepPlanner:
             index for index in range(columns.num_decodes, num_items) if wants_prompt_logprobs(columns.item(index))
         ]
         shared = np.setdiff1d(np.arange(num_items), scored) if scored else np.arange(num_items)
-        padded, flat = self._plan_shared(columns.take(shared) if scored else columns, to_device)
+        padded, flat, pooled = self._plan_shared(columns.take(shared) if scored else columns, to_device)
         pieces = []
         for index in scored:
             for piece in _pieces_of(columns.item(index)):
@@ -155,7 +166,8 @@ class StepPlanner:
         plan = self._sampling.plan(sampling, self._last_rows, to_device) if len(indices) else None
         self._last_rows = LastRows(sampling)
         message = StepMessage(to_device.words, padded, tuple(flat), plan)
-        return PlannedStep(message, self._masks.masks_of(sampling), batch, indices, sampling, pieces)
+        masks = self._masks.masks_of(sampling)
+        return PlannedStep(message, masks, batch, indices, sampling, pieces, [shared.item(index) for index in pooled])
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -171,14 +183,18 @@ class StepPlanner:
 
     def _plan_shared(
         self, columns: BatchColumns, to_device: HostToDeviceBuffer
-    ) -> tuple[PaddedPlan | None, list[FlatPass]]:
-        """Plan one pass over items that sample one token or none; it is padded if there is a shape for it."""
+    ) -> tuple[PaddedPlan | None, list[FlatPass], list[int]]:
+        """Plan one pass over items that sample one token or none; it is padded if there is a shape for it.
+
+        Return also the indices of the items whose hidden states are pooled. With one of them no pass is padded.
+        """
         if not columns.sequences:
-            return None, []
-        shape = None if self._padding is None else self._padding.shape_of(columns)
+            return None, [], []
+        pooled, indices = PooledRows.of(columns, to_device)
+        shape = None if self._padding is None or indices else self._padding.shape_of(columns)
         if self._padding is not None and shape is not None:
-            return self._padding.plan(columns, shape, self._last_rows, to_device), []
-        return None, [self._flat_pass(columns, [], 0, to_device)]
+            return self._padding.plan(columns, shape, self._last_rows, to_device), [], []
+        return None, [replace(self._flat_pass(columns, [], 0, to_device), pooled=pooled)], indices
 
     def _flat_pass(
         self, columns: BatchColumns, targets: list[int], max_top: int, to_device: HostToDeviceBuffer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.layer_groups import attention_by_group
 from replicas.model.attention.state_torch import TorchStates
-from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, no_tokens
+from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, PendingTensor, no_tokens
 from replicas.model.cuda_graphs.graphs import GraphRunner
 from replicas.model.hardware.device import cache_dtype_name
 from replicas.model.loading.loader import LoadedModel
@@ -38,6 +38,8 @@ class RunningStep:
     to_host: DeviceToHostBuffer
     scores: list[PendingLogprobs]
     """Log probabilities of prompt tokens, for each pass that scores some."""
+    pooled: PendingTensor | None
+    """[num_items, hidden_size] float32: sums of the hidden states that are pooled; None: there are none."""
     tokens: PendingTokens | None = None
 
 
@@ -59,7 +61,7 @@ class TorchStep:
         running = self._running
         assert running.logits is None, "the step has not been sampled"
         running.to_host.wait()
-        return self._planned.read(running.tokens, running.scores, running.to_host)
+        return self._planned.read(running.tokens, running.scores, running.to_host, running.pooled)
 
 
 class TorchModelRunner:
@@ -161,20 +163,24 @@ class TorchModelRunner:
         rows: list[Tensor] = []
         scores: list[PendingLogprobs] = []
         greedy: SampledTokens | None = None
+        pooled: PendingTensor | None = None
         if message.padded is not None:
             assert self._graphs is not None, "the step is padded, and the runner has no graphs"
             outputs = self._graphs.run(message.padded, on_device)
             rows.append(outputs.logits)
             greedy = outputs.greedy if not message.flat else None
         for flat in message.flat:
-            logits = self._logits(flat, on_device)
+            logits, hidden = self._compute(flat, on_device)
+            if flat.pooled is not None:
+                assert hidden is not None, "the model has not called its output layer"
+                pooled = to_host.add(_sums(hidden, flat.pooled.lengths))
             if flat.targets:
                 scores.append(self._score(flat, logits, on_device, to_host))
                 # The copy frees the logits of the pass's other rows.
                 logits = logits[len(logits) - flat.num_rows :].clone()
             rows.append(logits)
         logits = rows[0] if len(rows) == 1 else torch.cat(rows)
-        return RunningStep(message.sampling, logits, greedy, on_device, to_host, scores)
+        return RunningStep(message.sampling, logits, greedy, on_device, to_host, scores, pooled)
 
     @torch.inference_mode()
     def sample(self, step: RunningStep, masks: MaskMessage | None = None) -> None:
@@ -191,14 +197,18 @@ class TorchModelRunner:
         step.logits = None
         step.to_host.close(self._loaded.device)
 
-    def _logits(self, flat: FlatPass, on_device: DeviceBuffer) -> Tensor:
-        """Return logits [num_rows, vocab_size] of the rows that the pass needs, in the model's dtype."""
+    def _compute(self, flat: FlatPass, on_device: DeviceBuffer) -> tuple[Tensor, Tensor | None]:
+        """Return logits [num_rows, vocab_size] of the rows that the pass needs, and hidden states of those it pools."""
         inputs = flat.inputs.place(on_device)
         contexts = [self._attention(self._cache, of_group) for of_group in (inputs, *inputs.more)]
         attention = attention_by_group(self._cache.groups, contexts)
         states = None if self._cache.states is None else self._states(self._cache.states, inputs)
-        ids, positions = inputs.input_ids, inputs.position_ids
-        return self._loaded.logits(attention, ids, positions, inputs.logits_rows, states)
+        rows = inputs.logits_rows
+        if flat.pooled is not None:
+            rows = torch.cat([on_device.ints(flat.pooled.rows), rows])
+        with self._loaded.hidden.taken(len(rows) - len(inputs.logits_rows)) as taken:
+            logits = self._loaded.logits(attention, inputs.input_ids, inputs.position_ids, rows, states)
+        return logits, taken.states
 
     def _score(
         self, flat: FlatPass, logits: Tensor, on_device: DeviceBuffer, to_host: DeviceToHostBuffer
@@ -206,3 +216,14 @@ class TorchModelRunner:
         """Launch the log probabilities of the pass's prompt tokens."""
         with self._loaded.ops():
             return launch_logprobs(logits[: len(flat.targets)], on_device.ints(flat.targets), flat.max_top, to_host)
+
+
+def _sums(hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the sums of successive rows, as many as `lengths` names each, [num_items, hidden_size] float32.
+
+    A sum does not depend on other rows.
+    """
+    hidden = hidden.float()
+    if len(hidden) == len(lengths):
+        return hidden
+    return torch.stack([part.sum(dim=0) for part in torch.split(hidden, list(lengths))])

@@ -9,7 +9,9 @@ _COMPLETIONS = "use POST /v1/completions"
 _MODELS = "use GET /v1/models"
 _BATCHES = "use POST /v1/batches"
 _ONE_MODEL = "a server has one model from its start on (`headway serve MODEL`, `headway models` on its machine)"
-_NO_VECTORS = "models generate text; use another server for embeddings, scores and classes"
+_EMBEDDINGS, _RERANK = "use POST /v1/embeddings", "use POST /v1/rerank"
+_NO_CLASSES = "models generate, embed and score texts; use another server for classes"
+_NO_VECTORS = "use POST /v1/embeddings, and keep the vectors in a store of your own"
 _TEXT_ONLY = "models read and write text only"
 _CONVERSATIONS = "use POST /v1/responses and POST /v1/conversations"
 _NOT_STORED = "chat completions are not stored; POST /v1/responses stores its answers"
@@ -27,19 +29,18 @@ OTHER_APIS: Mapping[str, Mapping[str, str]] = {
         "/api": "use OpenAI's API below /v1 (docs/api.md)", "/api/chat": _CHAT, "/api/generate": _COMPLETIONS,
         "/api/tags": _MODELS, "/api/show": _MODELS, "/api/ps": _LOAD, "/api/version": "use GET /version",
         "/api/pull": _ONE_MODEL, "/api/push": _ONE_MODEL, "/api/create": _ONE_MODEL, "/api/copy": _ONE_MODEL,
-        "/api/delete": _ONE_MODEL, "/api/blobs": _ONE_MODEL, "/api/embed": _NO_VECTORS,
-        "/api/embeddings": _NO_VECTORS,
+        "/api/delete": _ONE_MODEL, "/api/blobs": _ONE_MODEL, "/api/embed": _EMBEDDINGS,
+        "/api/embeddings": _EMBEDDINGS,
     },
     "llama-server's": {
         "/completion": _COMPLETIONS, "/infill": _COMPLETIONS, "/slots": _LOAD,
         "/props": "use GET /v1/models and GET /tokenizer_info", "/apply-template": "use POST /tokenize",
-        "/embedding": _NO_VECTORS, "/reranking": _NO_VECTORS, "/v1/reranking": _NO_VECTORS,
+        "/embedding": _EMBEDDINGS, "/reranking": _RERANK, "/v1/reranking": _RERANK,
         "/lora-adapters": _NO_ADAPTERS, "/models/load": _ONE_MODEL, "/models/unload": _ONE_MODEL,
         "/v1/health": "use GET /health",
     },
     "vLLM's": {
-        "/score": _NO_VECTORS, "/v1/score": _NO_VECTORS, "/rerank": _NO_VECTORS, "/v1/rerank": _NO_VECTORS,
-        "/v2/rerank": _NO_VECTORS, "/v2/embed": _NO_VECTORS, "/pooling": _NO_VECTORS, "/classify": _NO_VECTORS,
+        "/v2/embed": _EMBEDDINGS, "/pooling": _EMBEDDINGS, "/classify": _NO_CLASSES,
         "/ping": "use GET /health", "/invocations": _CHAT, "/server_info": "use GET /version and GET /v1/models",
         "/is_sleeping": _SLEEP, "/sleep": _SLEEP, "/wake_up": _SLEEP, "/reset_prefix_cache": _CACHE,
         "/start_profile": _TRACES, "/stop_profile": _TRACES, "/v1/load_lora_adapter": _NO_ADAPTERS,
@@ -58,12 +59,13 @@ OTHER_APIS: Mapping[str, Mapping[str, str]] = {
     },
     "OpenAI's": {
         "/v1/assistants": _CONVERSATIONS, "/v1/threads": _CONVERSATIONS, "/v1/chat/completions": _NOT_STORED,
-        "/v1/embeddings": _NO_VECTORS, "/v1/moderations": _NO_VECTORS, "/v1/vector_stores": _NO_VECTORS,
+        "/v1/moderations": _NO_CLASSES, "/v1/vector_stores": _NO_VECTORS,
         "/v1/images": _TEXT_ONLY, "/v1/audio": _TEXT_ONLY, "/v1/videos": _TEXT_ONLY, "/v1/realtime": _TEXT_ONLY,
         "/v1/fine_tuning": _NO_TRAINING, "/v1/fine-tunes": _NO_TRAINING, "/v1/evals": _BATCHES,
         "/v1/uploads": "use POST /v1/files", "/v1/containers": _FILES, "/v1/edits": _CHAT,
         "/v1/engines": _COMPLETIONS, "/v1/organization": "use GET /v1/usage and `headway keys`",
-        "/chat/completions": f"{_CHAT}: the base URL ends in /v1", "/embeddings": _NO_VECTORS,
+        "/chat/completions": f"{_CHAT}: the base URL ends in /v1",
+        "/embeddings": f"{_EMBEDDINGS}: the base URL ends in /v1",
         "/responses": "use POST /v1/responses: the base URL ends in /v1",
         "/completions": f"{_COMPLETIONS}: the base URL ends in /v1", "/models": f"{_MODELS}: the base URL ends in /v1",
         "/batches": f"{_BATCHES}: the base URL ends in /v1", "/files": "use /v1/files: the base URL ends in /v1",

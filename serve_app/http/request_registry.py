@@ -15,7 +15,7 @@ from serve_app.keys.authenticator import Principal
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.reply.prepared_completion import ID_PREFIXES, RequestView
 from serve_app.openai.request.caller import WorkOwner
-from serve_app.openai.request.schema import GenerationBody
+from serve_app.openai.request.pooled_schema import AnyBody
 
 MAX_AGE_S = 3600.0
 
@@ -69,7 +69,7 @@ class RequestRegistry:
         self._ended: OrderedDict[str, _Entry] = OrderedDict()
         self._by_key: dict[_Key, dict[_Entry, None]] = {}
 
-    def begin(self, exchange: Exchange, body: GenerationBody, owner: WorkOwner) -> None:
+    def begin(self, exchange: Exchange, body: AnyBody, owner: WorkOwner) -> None:
         """Add a completion whose body has been read and parsed, and note the time in its timeline."""
         exchange.timeline.received(self._clock())
         tenant, ids = exchange.principal.tenant, dict.fromkeys((exchange.request_id, exchange.unique_id))

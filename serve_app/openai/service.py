@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from replicas.errors import ServingError
+from replicas.errors import InvalidRequest, ServingError
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
 from replicas.text.grammar import GrammarCompiler
 from replicas.text.tokenizer_files import vocab_size_of
 from router.dispatch import Dispatcher
 from router.timeline import Timeline
 from router.types import Headroom
+from serve_app.openai.pooling import PooledRequests
 from serve_app.openai.reply.chat_format import CHAT_COMPLETION, ReplyKind
 from serve_app.openai.reply.fan_in import DeltaContext, IndexedDelta, merge_streams
 from serve_app.openai.reply.format import (
@@ -32,6 +32,7 @@ from serve_app.openai.reply.prepared_completion import ParserOptions, PreparedCo
 from serve_app.openai.reply.request_metrics import request_metrics
 from serve_app.openai.reply.stored_run import StoredRun
 from serve_app.openai.request.caller import Caller, WorkOwner, tier_of
+from serve_app.openai.request.pooled_schema import EmbeddingBody, RerankBody, ScoreBody
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt, GenerationBody
 from serve_app.openai.request.validation import (
@@ -39,6 +40,7 @@ from serve_app.openai.request.validation import (
     RequestLimits,
     chat_requests,
     check_echo,
+    check_model,
     check_tokens,
     completion_requests,
     refuse_unusable_prompts,
@@ -56,6 +58,7 @@ from serve_app.openai.tools.parser import OutputParser
 
 _MANY_LOGPROBS = 1000
 """Log probabilities from which a thread formats a reply."""
+_FLOAT_BYTES = 4
 _NUM_REPLY_THREADS = 2
 _MAX_CARD_AGE_S = 30.0
 """Age from which the model's card is asked for again."""
@@ -167,6 +170,7 @@ class CompletionService:
         self.checks = BodyChecks(tuple(model.names), limits)
         """Checks that come before rendering and tokenizing."""
         self._rng = rng
+        self._pooled = PooledRequests(model.names, text.tokenizer, limits, model.clock, rng)
         self._replies = WorkerThreads(_NUM_REPLY_THREADS, "replies", _NO_REFUSAL)
 
     async def chat(self, body: ChatBody, caller: Caller, kind: ReplyKind = CHAT_COMPLETION) -> PreparedCompletion:
@@ -177,7 +181,7 @@ class CompletionService:
         """
         self.checks.check_chat(body)
         body = self._model.sampling_defaults.apply(body)
-        card = await self._model.card()
+        card = await self._generating_card()
         turns = ChatTurns.of(body)
         owner = caller.owner_of(body)
         prompt = await self._tokenizer.encode_chat(
@@ -192,7 +196,8 @@ class CompletionService:
         caller = replace(caller, request_id=f"{kind.id_prefix}{caller.request_id}")
         if kind.lowers_max_tokens:
             body = with_lowered_max_tokens(body, prompt, caller, card)
-        requests = chat_requests(body, prompt, caller, card, self._rng, self._cache_salt(body, caller))
+        salt = self._limits.cache_salt(caller.principal.tenant, body.cache_salt)
+        requests = chat_requests(body, prompt, caller, card, self._rng, salt)
         requests = await self._constrained(body, requests, grammar, owner)
         head = self._head(caller, card, requests)
         parser = self._parser_options(body, text, is_bound=grammar is not None)
@@ -250,7 +255,7 @@ class CompletionService:
         """
         self.checks.check_completion(body)
         body = self._model.sampling_defaults.apply(body)
-        card = await self._model.card()
+        card = await self._generating_card()
         refuse_unusable_prompts(body.prompt, card, keeps_end=body.truncate_prompt_tokens is not None)
         grammar, owner, max_tokens = None, caller.owner_of(body), _max_prompt_tokens(body, card)
         if max_tokens is not None:
@@ -263,7 +268,8 @@ class CompletionService:
         )
         check_echo(body, sum(len(prompt.token_ids) for prompt in prompts), self._limits)
         caller = replace(caller, request_id=f"cmpl-{caller.request_id}")
-        requests = completion_requests(body, prompts, caller, card, self._rng, self._cache_salt(body, caller))
+        salt = self._limits.cache_salt(caller.principal.tenant, body.cache_salt)
+        requests = completion_requests(body, prompts, caller, card, self._rng, salt)
         requests = await self._constrained(body, requests, grammar, owner)
         check_tokens(requests, card, "prompt", self._tokenizer.token_of)
         if body.echo:
@@ -278,6 +284,28 @@ class CompletionService:
             prompts=prompts,
             grammar=grammar,
         )
+
+    async def pooled(self, body: EmbeddingBody | ScoreBody | RerankBody, caller: Caller) -> PreparedCompletion:
+        """Prepare embeddings or scores of texts.
+
+        Raises:
+            InvalidRequest, UnknownModel, NoReplicaAvailable: the body cannot be served.
+        """
+        check_model(body.model, self._model.names)
+        card = await self._model.card()
+        match body:
+            case EmbeddingBody():
+                return await self._pooled.embeddings(body, caller, card)
+            case ScoreBody():
+                return await self._pooled.scores(body, caller, card)
+            case RerankBody():
+                return await self._pooled.ranks(body, caller, card)
+
+    async def _generating_card(self) -> ModelCard:
+        card = await self._model.card()
+        if not card.generates:
+            raise InvalidRequest("this model embeds or scores texts; it generates none", "model")
+        return card
 
     def _prepared(
         self,
@@ -376,11 +404,14 @@ class CompletionService:
         self, prepared: PreparedCompletion, deltas: Sequence[TokenDelta], make: Callable[[], ResultT]
     ) -> ResultT:
         """Return what `make` makes of deltas; with many log probabilities a thread does it."""
-        num_logprobs = sum(
-            len(positions) * (1 + len(positions[0].top))
-            for delta in deltas
-            for positions in (delta.logprobs, delta.prompt_logprobs)
-            if positions
+        num_logprobs = (
+            sum(
+                len(positions) * (1 + len(positions[0].top))
+                for delta in deltas
+                for positions in (delta.logprobs, delta.prompt_logprobs)
+                if positions
+            )
+            + sum(len(delta.pooled) for delta in deltas) // _FLOAT_BYTES
         )
         if num_logprobs < _MANY_LOGPROBS:
             return make()
@@ -400,11 +431,6 @@ class CompletionService:
             return requests
         text = None if grammar is None else grammar.grammar
         return tuple(_with_params(generation, grammar=text, bad_words=bad_words) for generation in requests)
-
-    def _cache_salt(self, body: GenerationBody, caller: Caller) -> str | None:
-        """Return the salt of the prefix cache: the tenant, if caches are apart by tenant, and the client's own."""
-        scope = caller.principal.tenant if self._limits.prefix_cache_scope == "tenant" else None
-        return None if scope is None and body.cache_salt is None else json.dumps([scope, body.cache_salt])
 
     async def _chat_grammar(self, body: ChatBody, prompt: str, owner: WorkOwner) -> OutputGrammar | None:
         if not (body.offered_tools or body.has_constraint):

@@ -35,6 +35,8 @@ class _Example:
 
 
 _ID = {"FILE_ID": ("POST /v1/files", "id")}
+_PAIR = {"text_1": "Where is it wet?", "text_2": ["In the sea", "On a mountain"]}
+_RANKED = {"query": "Where is it wet?", "documents": ["In the sea", "On a mountain"]}
 _ANSWERED = {"REQUEST_ID": ("POST /v1/chat/completions", "id")}
 _ITEM = {"type": "message", "role": "user", "content": "Hello!"}
 _FIRST_ITEM = {
@@ -48,6 +50,9 @@ _EXAMPLES: Mapping[str, _Example] = {
     "POST /v1/messages/count_tokens": _Example({"model": _MODEL, "messages": _CHAT["messages"]}),
     "POST /v1/responses": _Example({"model": _MODEL, "input": "Hello", "max_output_tokens": 64}),
     "POST /v1/responses/input_tokens": _Example({"model": _MODEL, "input": "Hello"}),
+    "POST /v1/embeddings": _Example({"model": _MODEL, "input": ["The sea", "A mountain"]}),
+    **dict.fromkeys(("POST /v1/score", "POST /score"), _Example({"model": _MODEL, **_PAIR})),
+    **dict.fromkeys(("POST /v1/rerank", "POST /v2/rerank", "POST /rerank"), _Example({"model": _MODEL, **_RANKED})),
     "GET /v1/models/{model_id}": _Example(known={"model_id": _MODEL}),
     "POST /tokenize": _Example({"model": _MODEL, "prompt": "The sea"}),
     "POST /detokenize": _Example({"model": _MODEL, "tokens": [1, 2, 3]}),

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 
 from router.timeline import QUEUED, Interval, Part, Placed, Seconds, Timeline, queued_s
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
-from serve_app.openai.request.schema import GenerationBody
+from serve_app.openai.request.pooled_schema import AnyBody
 from serve_app.tracing.tracer import Attributes, SpanTimes, Trace
 
 _MAX_SEQUENCES = 16
@@ -181,7 +181,7 @@ def _completion_attributes(prepared: PreparedCompletion) -> Attributes:
     }
 
 
-def _prompt_attributes(body: GenerationBody) -> Attributes:
+def _prompt_attributes(body: AnyBody) -> Attributes:
     """Return the text of the prompt, or its size if it is too long for a span."""
     text = to_json(body.input_messages)
     if len(text) > _MAX_PROMPT_BYTES:

@@ -28,6 +28,7 @@ from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedA
 from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.loading.options import Device, Dtype, ModelOptions, Quantization
 from replicas.model.loading.tokenizer import make_decoder
+from replicas.model.pooling.heads import PoolHead
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling.sampler import Sampler, SamplingPlanner
 from replicas.model.sampling.token_counts import CountSlots, TokenCounts, penalize_by_definition
@@ -172,6 +173,8 @@ def engine_over(
         eos_token_ids=loaded.eos_token_ids,
         async_scheduling=is_ahead,
         counts_on_device=runner.counts_tokens,
+        whole_prompts=loaded.is_two_sided,
+        enable_prefix_caching=not loaded.is_two_sided,
     )
     return Engine(
         config,
@@ -181,11 +184,14 @@ def engine_over(
     )
 
 
-def run(engine: Engine, requests: Iterable[GenerateRequest]) -> list[TokenDelta]:
-    """Return each request's whole output as one delta, in order of the requests."""
+def run(engine: Engine, requests: Iterable[GenerateRequest], head: PoolHead | None = None) -> list[TokenDelta]:
+    """Return each request's whole output as one delta, in order of the requests; `head` pools those that ask for it."""
     requests = list(requests)
     for request in requests:
-        engine.add(request, ScriptedCompiler().constraint_of(request) if request.params.is_constrained else None)
+        constraint = ScriptedCompiler().constraint_of(request) if request.params.is_constrained else None
+        pool = request.params.pool
+        pooler = None if pool is None or head is None else head.pooler(pool, len(request.prompt_token_ids))
+        engine.add(request, constraint, pooler)
     outputs: dict[str, TokenDelta] = {}
     while engine.has_work:
         for delta in engine.step():

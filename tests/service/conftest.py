@@ -44,7 +44,9 @@ async def service(checkpoint: Path) -> AsyncIterator[Service]:
 
 
 @asynccontextmanager
-async def serving(checkpoint: Path, kv_cache_bytes: int = 2**20) -> AsyncIterator[Service]:
+async def serving(
+    checkpoint: Path, kv_cache_bytes: int = 2**20, data_dir: Path | None = None
+) -> AsyncIterator[Service]:
     options = ReplicaOptions(
         ModelOptions(str(checkpoint), dtype="float32", num_threads=1),
         RunnerOptions(kv_cache_bytes=kv_cache_bytes),
@@ -53,7 +55,7 @@ async def serving(checkpoint: Path, kv_cache_bytes: int = 2**20) -> AsyncIterato
     )
     settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL)
     async with (
-        local_service(options, settings) as local,
+        local_service(options, settings, data_dir) as local,
         httpx.AsyncClient(base_url=local.url, timeout=60) as http,
         openai.AsyncOpenAI(api_key="none", base_url=f"{local.url}/v1", max_retries=0) as client,
     ):

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+import torch
 
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
@@ -20,11 +21,14 @@ from testkit.http.local_service import local_service
 from testkit.http.python_programs import python_programs
 from testkit.http.scripted_dispatcher import write_keys
 from testkit.limits import LIMIT_S
+from testkit.model.pooling_checkpoints import PoolingFiles, write_embedder
 
 MODEL = "it's tiny"
 KEY = "ops"
 HAS_NO_REPLICA_TO_DRAIN = "/v1/replicas/{replica_id}/drain"
 """The service has one replica, which does not drain; tests/ray/serve/requests/test_replicas.py drains one."""
+SCORES = ("/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank")
+"""The service's model generates and embeds; tests/service/test_embeddings.py has one that scores."""
 CANCELLATIONS = {
     "post /v1/requests/{request_id}/cancel", "post /v1/batches/{batch_id}/cancel", "post /v1/batch/{batch_id}/cancel",
     "delete /v1/jobs/{job_id}",
@@ -38,7 +42,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    torch.set_num_threads(1)
+    checkpoint = write_embedder(tmp_path_factory.mktemp("model"), "llama", PoolingFiles())
     options = ReplicaOptions(
         ModelOptions(str(checkpoint), dtype="float32", num_threads=1),
         RunnerOptions(kv_cache_bytes=2**20),
@@ -85,6 +91,8 @@ async def check_examples(document: dict[str, Any], url: str, language: str, run:
                 is_right = status == 0 or "not_cancellable" in output or "409" in output
             elif path == HAS_NO_REPLICA_TO_DRAIN:
                 is_right = status != 0 and ("replica_not_found" in output or "404" in output)
+            elif path in SCORES:
+                is_right = status != 0 and ("no scores" in output or "400" in output)
             elif path == "/dashboard/events":
                 is_right = '"replicas"' in output
             else:

@@ -105,7 +105,9 @@ def refuse_config(config: PretrainedConfig) -> None:
         raise UnsupportedModel(config.model_type, f"it has layers of type {', '.join(sorted(unknown))}")
 
 
-def probe_attention(model: PreTrainedModel, port: AttentionPort) -> tuple[AttentionLayer, ...]:
+def probe_attention(
+    model: PreTrainedModel, port: AttentionPort, *, two_sided: bool = False
+) -> tuple[AttentionLayer, ...]:
     """Return the model's attention layers in order of index; note its recurrent layers in the port.
 
     Raises:
@@ -115,7 +117,7 @@ def probe_attention(model: PreTrainedModel, port: AttentionPort) -> tuple[Attent
     model_type = model.config.model_type
     recorder, logits = dry_forward(model, port, [3, 4, 5, 6])
     _, changed = dry_forward(model, port, [7, 4, 5, 6])
-    _check_calls(model.config, recorder)
+    _check_calls(model.config, recorder, two_sided=two_sided)
     difference = (logits - changed).abs().amax(dim=-1)  # [4]
     tolerance = math.sqrt(torch.finfo(model.dtype).eps) * float(difference[0])
     if float(difference[1:].max()) > tolerance:
@@ -126,7 +128,9 @@ def probe_attention(model: PreTrainedModel, port: AttentionPort) -> tuple[Attent
     return tuple(sorted(recorder.layers, key=lambda layer: layer.index))
 
 
-def probe_shapes(model: PreTrainedModel, port: AttentionPort | None = None) -> tuple[AttentionLayer, ...] | None:
+def probe_shapes(
+    model: PreTrainedModel, port: AttentionPort | None = None, *, two_sided: bool = False
+) -> tuple[AttentionLayer, ...] | None:
     """Return the attention layers of a model without values, on torch's device `meta`; None: its code needs values.
 
     The recurrent layers are noted in `port`.
@@ -141,7 +145,7 @@ def probe_shapes(model: PreTrainedModel, port: AttentionPort | None = None) -> t
         if "meta" in str(error).lower():  # torch names the device when an operation asks for a value.
             return None
         raise
-    _check_calls(model.config, recorder)
+    _check_calls(model.config, recorder, two_sided=two_sided)
     port.recurrent.layers = recorder.state_layers()
     return tuple(recorder.layers)
 
@@ -172,7 +176,7 @@ def dry_forward(model: PreTrainedModel, port: AttentionPort, token_ids: list[int
     return recorder, logits[0].float()
 
 
-def _check_calls(config: PretrainedConfig, recorder: _Recorder) -> None:
+def _check_calls(config: PretrainedConfig, recorder: _Recorder, *, two_sided: bool) -> None:
     text_config = config.get_text_config(decoder=True)
     indices = [layer.index for layer in recorder.layers]
     if not indices:
@@ -190,6 +194,6 @@ def _check_calls(config: PretrainedConfig, recorder: _Recorder) -> None:
             f"{len(indices) + len(recurrent)} calls in all; exactly one call per layer is needed (the others keep "
             "state in another way)",
         )
-    unknown = recorder.extras - _HARMLESS
+    unknown = recorder.extras - _HARMLESS - ({"is_causal=False"} if two_sided else set())
     if unknown:
         raise UnsupportedModel(config.model_type, f"its attention takes {', '.join(sorted(unknown))}")

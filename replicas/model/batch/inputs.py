@@ -16,7 +16,7 @@ from torch import Tensor
 from replicas.engine.batch import SCRATCH_STATE, BatchColumns, ScheduledBatch, ScheduledSequence, StateMove
 from replicas.engine.sequence import Sequence
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span, no_tokens
-from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
+from replicas.protocol import GenerateRequest, LogitBias, Pooling, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,40 @@ def wants_prompt_logprobs(item: ScheduledSequence) -> bool:
 def num_logits_rows(item: ScheduledSequence) -> int:
     """Return the number of logits rows that the item needs: all its positions to score, the last one to sample."""
     return item.num_tokens if wants_prompt_logprobs(item) else int(item.samples)
+
+
+def pooled_range(item: ScheduledSequence) -> range:
+    """Return the tokens of the item, from 0, whose hidden states its request pools."""
+    params = item.sequence.request.params.pool
+    if params is None:
+        return range(0)
+    match params.pooling:
+        case Pooling.LAST:
+            return range(item.num_tokens - 1, item.num_tokens) if item.end == item.sequence.num_tokens else range(0)
+        case Pooling.FIRST:
+            return range(1) if item.start == 0 else range(0)
+        case Pooling.MEAN:
+            return range(item.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Rows of a flat batch whose hidden states are pooled, in a step's numbers."""
+
+    rows: Span
+    lengths: tuple[int, ...]
+    """Number of rows of each item that has any, in order of the items."""
+
+    @classmethod
+    def of(cls, columns: BatchColumns, to_device: HostToDeviceBuffer) -> tuple[PooledRows | None, list[int]]:
+        """Return the rows of the items, None if there are none, and the indices of the items that have some."""
+        ranges = {index: pooled_range(columns.item(index)) for index in columns.special}
+        pooled = {index: rows for index, rows in ranges.items() if rows}
+        if not pooled:
+            return None, []
+        first_rows = columns.num_tokens.cumsum() - columns.num_tokens
+        rows = [first_rows.item(index) + row for index, part in pooled.items() for row in part]
+        return cls(to_device.ints(rows), tuple(map(len, pooled.values()))), list(pooled)
 
 
 class LastRows:

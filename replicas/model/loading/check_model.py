@@ -22,6 +22,7 @@ from replicas.model.layers.latent_attention import store_latents
 from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import ModelFacts
 from replicas.model.loading.weights import check_shapes
+from replicas.model.pooling.encoder import is_two_sided
 
 
 def check_model(directory: Path) -> ModelFacts:
@@ -34,13 +35,14 @@ def check_model(directory: Path) -> ModelFacts:
     model = check_shapes(directory, config)
     store_latents(model)
     port = AttentionPort(model)
-    layers = probe_shapes(model, port)
+    two_sided = is_two_sided(config)
+    layers = probe_shapes(model, port, two_sided=two_sided)
     from replicas.model.loading.loader import longest_of, tokenizer_of  # Only here: a refusal needs no more libraries.
 
     tokenizer = tokenizer_of(str(directory))  # Kept, since the process's memory counts.
     process_bytes = unshared_bytes(psutil.Process())
     del tokenizer
-    if layers is None:
+    if layers is None or two_sided:
         return ModelFacts(process_bytes, longest_of(config))
     cached = with_cache(layers)
     states = port.recurrent.layers

@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.checkpoint.text_part import WRAPPERS
+from replicas.model.pooling.encoder import has_output_layer, is_encoder
 
 
 def read_config(model: str) -> PretrainedConfig:
@@ -28,6 +29,9 @@ def read_config(model: str) -> PretrainedConfig:
     decoder_config = _text_part(config)
     _refuse(config, decoder_config)
     _forget_unknown_padding(decoder_config)
+    decoder_config.architectures = config.architectures
+    if not has_output_layer(decoder_config):
+        decoder_config.tie_word_embeddings = True  # The decoder is built with an output layer, which takes no memory.
     return decoder_config
 
 
@@ -67,5 +71,5 @@ def _refuse(config: PretrainedConfig, decoder_config: PretrainedConfig) -> None:
     from replicas.model.attention.probe import refuse_config
 
     refuse_config(config)
-    if type(decoder_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not is_encoder(decoder_config) and type(decoder_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(config.model_type, "transformers has no decoder of that type")

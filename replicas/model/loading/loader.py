@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from replicas.errors import ModelLoadError
+from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention.cpp import can_attend
 from replicas.model.attention.fused_gates import fuse_gates
 from replicas.model.attention.interface import AttentionContext, AttentionPort, AttentionSpec
@@ -39,6 +39,15 @@ from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import load_weights
+from replicas.model.pooling.encoder import (
+    TextEncoder,
+    first_position,
+    has_output_layer,
+    is_two_sided,
+    tells_pairs_apart,
+)
+from replicas.model.pooling.heads import PoolHead, classifier_head, embedding_head, score_head
+from replicas.model.pooling.tap import HiddenTap
 from replicas.text.tokenizer_files import load_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -62,6 +71,8 @@ class LoadedModel:
     model: PreTrainedModel
     port: AttentionPort
     """Connection of the model's attention layers to the context of each forward pass."""
+    hidden: HiddenTap
+    """Tap of the hidden states that are pooled."""
     layers: tuple[AttentionLayer, ...]
     """Attention shapes, one per layer, in order of index."""
     tokenizer: PreTrainedTokenizerFast | None
@@ -79,6 +90,12 @@ class LoadedModel:
     """True if the model computes with `BatchInvariantOps`, which need Triton."""
     notes: tuple[str, ...] = ()
     """Faults of the checkpoint with which it is served all the same, a sentence each."""
+    head: PoolHead | None = None
+    """Head of pooled outputs; None: the model has no pooling."""
+    generates: bool = True
+    """True if the model generates tokens."""
+    is_two_sided: bool = False
+    """True if a token sees the tokens behind it, so that a text is computed whole, without a KV cache."""
 
     def ops(self) -> AbstractContextManager[object]:
         """Return the context in which the model's operations are those that it was loaded for."""
@@ -165,12 +182,20 @@ def load_model(options: ModelOptions) -> LoadedModel:
     weights = load_weights(options.path, config, dtype, device, kept=None if options.quantization == "int8" else kept)
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
     remove_waits(model)
+    if isinstance(model, TextEncoder) and tells_pairs_apart(config):
+        model.pair_separator = getattr(tokenizer, "sep_token_id", None)
+    generates = has_output_layer(config)
+    head, head_notes = _pool_head(options.path, config, model, is_needed=not generates)
     port = AttentionPort(model)
-    layers = probe_attention(model, port)
+    two_sided = is_two_sided(config)
+    layers = probe_attention(model, port, two_sided=two_sided)
     if store_checked_latents(model, port):
         layers = probe_attention(model, port)
     _refuse_options(port, options, device)
     _optimize(model, port, layers, options, has_kernels, products)
+    if two_sided:
+        _refuse_scoring(config, layers)
+        layers = ()  # None of them has a KV cache.
     port.recurrent.pad_gates()
     if device.type == "cuda":
         fuse_gates(port.recurrent)
@@ -182,6 +207,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
         model_id=options.path,
         model=model,
         port=port,
+        hidden=HiddenTap(model),
         layers=layers,
         tokenizer=tokenizer,
         max_model_len=max_model_len,
@@ -192,8 +218,48 @@ def load_model(options: ModelOptions) -> LoadedModel:
         has_kernels=has_kernels,
         weights=weights.description,
         is_batch_invariant=is_batch_invariant,
-        notes=(*_tokenizer_notes(tokenizer, vocab_size), *_eos_notes(configured_ids, tokenizer, vocab_size)),
+        notes=(
+            *_tokenizer_notes(tokenizer, vocab_size),
+            *(_eos_notes(configured_ids, tokenizer, vocab_size) if generates else ()),
+            *head_notes,
+        ),
+        head=head,
+        generates=generates,
+        is_two_sided=two_sided,
     )
+
+
+def _refuse_scoring(config: PretrainedConfig, layers: tuple[AttentionLayer, ...]) -> None:
+    """Raise UnsupportedModel if two-sided attention has scores that are not served."""
+    if any(layer.softcap is not None or layer.has_sinks for layer in layers):
+        raise UnsupportedModel(config.model_type, "its two-sided attention has capped scores or sinks")
+
+
+def _pool_head(
+    path: str, config: PretrainedConfig, model: PreTrainedModel, *, is_needed: bool
+) -> tuple[PoolHead | None, list[str]]:
+    """Return the head of the model's pooled outputs, and a note if its files describe one that is not served.
+
+    Raises:
+        UnsupportedModel: the head is needed, since the model has no other output, and there is none.
+    """
+
+    def output_rows(token_ids: list[int]) -> Tensor:
+        weight = getattr(model.get_output_embeddings(), "weight", None)
+        if not isinstance(weight, Tensor):
+            raise ModelLoadError(f"model {path!r} scores by tokens, and its output layer is quantized")
+        return weight[token_ids].detach().cpu()
+
+    fault = "it has no output layer, and its files describe no pooling (modules.json)"
+    try:
+        head = classifier_head(path, config) or embedding_head(path, config) or score_head(path, config, output_rows)
+    except ModelLoadError as error:
+        head, fault = None, str(error)
+        if not is_needed:
+            return None, [f"the model has no pooling: {fault}"]
+    if head is None and is_needed:
+        raise UnsupportedModel(config.model_type, fault)
+    return head, []
 
 
 def choose_products(
@@ -232,7 +298,8 @@ def remove_waits(model: PreTrainedModel) -> None:
     Without a padding token, transformers does not look for one. Position encodings that depend on the longest sequence
     never change: `choose_max_model_len` bounds sequences to the length from which they would.
     """
-    model.config.pad_token_id = None
+    if not isinstance(model, TextEncoder):
+        model.config.pad_token_id = None
     for module in model.modules():
         if getattr(module, "rope_type", None) in LENGTH_DEPENDENT_ENCODINGS:
             module.rope_type = "fixed"
@@ -371,6 +438,8 @@ def longest_of(config: PretrainedConfig) -> int | None:
     """Return the most tokens of a sequence that the position encoding serves unchanged; None: the config names none."""
     text_config = config.get_text_config(decoder=True)
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
+    if longest is not None:
+        longest -= first_position(text_config)
     rope = getattr(text_config, "rope_parameters", None) or {}
     # Some models have an encoding for each type of layer.
     for encoding in (rope, *(value for value in rope.values() if isinstance(value, dict))):

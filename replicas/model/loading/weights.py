@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention.interface import ATTENTION_NAME, register_attention
@@ -25,6 +25,7 @@ from replicas.model.layers.experts import are_experts
 from replicas.model.layers.kept_experts import kept_experts
 from replicas.model.layers.linear import KeptLinears
 from replicas.model.loading.checks import read_weights
+from replicas.model.pooling.encoder import TextEncoder, is_encoder
 from replicas.text.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
 
 _CPU = torch.device("cpu")
@@ -81,7 +82,8 @@ def load_weights(
     with contextlib.suppress(OSError):  # There is no such file, or it cannot be read: the config's values stay.
         loaded.generation_config = GenerationConfig.from_pretrained(directory)
     kept_names = {*linears, *(name for each in experts.values() for name in each.weights.names())}
-    return LoadedWeights(loaded, weights.description(str(dtype).removeprefix("torch."), kept_names))
+    description = weights.description(str(dtype).removeprefix("torch."), kept_names)
+    return LoadedWeights(_as_decoder(loaded, config), description)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +143,20 @@ def model_without_values(config: PretrainedConfig) -> PreTrainedModel:
     """
     register_attention()
     with torch.device("meta"), _refusals(config):
-        model: PreTrainedModel = _class_of(config)._from_config(_plain(config), attn_implementation=ATTENTION_NAME)
-    return model
+        model: PreTrainedModel = _class_of(config)._from_config(
+            _plain(config), attn_implementation=ATTENTION_NAME, **_without_pooler(config)
+        )
+    return _as_decoder(model, config)
+
+
+def _as_decoder(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+    """Return a model with the interface of a decoder."""
+    return cast(PreTrainedModel, TextEncoder(model, config)) if is_encoder(config) else model
+
+
+def _without_pooler(config: PretrainedConfig) -> dict[str, bool]:
+    """Return the argument with which an encoder is built without the layer that transformers puts behind it."""
+    return {"add_pooling_layer": False} if is_encoder(config) and config.model_type != "modernbert" else {}
 
 
 def check_shapes(directory: Path, config: PretrainedConfig) -> PreTrainedModel:
@@ -156,7 +170,7 @@ def check_shapes(directory: Path, config: PretrainedConfig) -> PreTrainedModel:
     shapes = {name: tensor.shape for name, tensor in weights.plain.items()}
     shapes |= {name: weight.layout.shape for name, weight in weights.quantized.items()}
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    return _build(str(directory), config, torch.bfloat16, state, device="meta")
+    return _as_decoder(_build(str(directory), config, torch.bfloat16, state, device="meta"), config)
 
 
 def _directory_of(model: str) -> Path:
@@ -187,6 +201,7 @@ def _build(
             device_map=None if device is None else {"": device},
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with their names
+            **_without_pooler(config),
         )
     _refuse_gaps(model, report)
     return loaded
@@ -206,8 +221,9 @@ def _refusals(config: PretrainedConfig) -> Iterator[None]:
 
 
 def _class_of(config: PretrainedConfig) -> Any:
-    """Return the class of the decoder of `config`."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    """Return the class of the decoder of `config`, or of the encoder."""
+    mapping = MODEL_MAPPING if is_encoder(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    model_class = mapping[type(config)]
     return model_class[0] if isinstance(model_class, tuple) else model_class
 
 

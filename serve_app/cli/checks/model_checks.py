@@ -99,6 +99,8 @@ def _speed_check(weight_bytes: int, read_bytes_per_s: float) -> Check:
 
 def _cache_check(cache_bytes: int, diagnosis: Diagnosis) -> Check:
     per_token, longest = diagnosis["model"]["kv_bytes_per_token"], diagnosis["model"]["max_model_len"]
+    if not per_token:
+        return Check("KV cache", Status.OK, "none: the model computes a text in one step")
     num_tokens, longest_bytes = cache_bytes // per_token, diagnosis["model"]["kv_bytes_of_longest"]
     finding = (
         f"about {decimal(cache_bytes)}: {num_tokens:,} tokens of {decimal(per_token)}, "

@@ -18,7 +18,7 @@ from serve_app.http.streaming import while_connected
 from serve_app.openai.reply.format import json_in_pieces
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.request.caller import Caller
-from serve_app.openai.request.schema import GenerationBody
+from serve_app.openai.request.pooled_schema import AnyBody
 from serve_app.openai.request.unknown_fields import Level
 from serve_app.openai.service import CompletionService
 from serve_app.protocols.adapted_chat import AdaptedChat
@@ -56,7 +56,7 @@ class Completions:
         self,
         request: Request,
         caller: Caller,
-        body: GenerationBody,
+        body: AnyBody,
         preparing: Coroutine[Any, Any, PreparedCompletion],
         record: MakeRecord | None = None,
     ) -> Response:

@@ -24,8 +24,9 @@ from serve_app.monitoring.http import OutputMetrics
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.parsing import Converted, convert_fields, parse_body
-from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody, GenerationBody
-from serve_app.openai.request.unknown_fields import CHAT_LEVEL, Level
+from serve_app.openai.request.pooled_schema import POOLED_IGNORED, AnyBody, EmbeddingBody, RerankBody, ScoreBody
+from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody
+from serve_app.openai.request.unknown_fields import CHAT_LEVEL, POOLED_LEVEL, Level
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.openai.service import CompletionService
 from serve_app.protocols.adapted_chat import AdaptedChat
@@ -36,7 +37,7 @@ from serve_app.protocols.responses.schema import RESPONSES_LEVEL
 from serve_app.tracing.request_spans import add_request
 from serve_app.tracing.tracer import Moment, Trace, Tracer
 
-_Body = ChatBody | CompletionBody | AdaptedChat
+_Body = ChatBody | CompletionBody | EmbeddingBody | ScoreBody | RerankBody | AdaptedChat
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,9 @@ _LARGE_BODY_CHARS = 2**16
 _ENDPOINTS: Mapping[str, tuple[Callable[[dict[str, object]], _Body], Level]] = {
     "/v1/chat/completions": (partial(parse_body, ChatBody, ignored=CHAT_IGNORED), CHAT_LEVEL),
     "/v1/completions": (partial(parse_body, CompletionBody, ignored=COMPLETION_IGNORED), CHAT_LEVEL),
+    "/v1/embeddings": (partial(parse_body, EmbeddingBody, ignored=POOLED_IGNORED), POOLED_LEVEL),
+    "/v1/score": (partial(parse_body, ScoreBody, ignored=POOLED_IGNORED), POOLED_LEVEL),
+    "/v1/rerank": (partial(parse_body, RerankBody, ignored=POOLED_IGNORED), POOLED_LEVEL),
     "/v1/messages": (adapted_message, MESSAGES_LEVEL),
     "/v1/responses": (adapted_response, RESPONSES_LEVEL),
 }
@@ -132,6 +136,8 @@ class LineRunner:
                 prepared = await self.service.chat(body, caller)
             case CompletionBody():
                 prepared = await self.service.completion(body, caller)
+            case EmbeddingBody() | ScoreBody() | RerankBody():
+                prepared = await self.service.pooled(body, caller)
         attempt.prepared = prepared
         line_task.is_sent = True
         reply = await self.service.answer(prepared)
@@ -223,7 +229,7 @@ def parse_line_body(endpoint: str, limits: RequestLimits, text: str) -> Converte
     return parsed
 
 
-def _generation(body: _Body) -> GenerationBody:
+def _generation(body: _Body) -> AnyBody:
     return body.chat if isinstance(body, AdaptedChat) else body
 
 

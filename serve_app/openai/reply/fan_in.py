@@ -12,6 +12,9 @@ from replicas.protocol import TokenDelta
 
 DeltaStream = AsyncGenerator[TokenDelta, None]
 
+_MAX_OPEN = 256
+"""Most streams of one request that are open at a time; a completion has fewer."""
+
 
 @dataclass(frozen=True, slots=True)
 class IndexedDelta:
@@ -28,10 +31,10 @@ DeltaContext = AbstractAsyncContextManager[AsyncGenerator[IndexedDelta, None]]
 def merge_streams(streams: Sequence[DeltaStream]) -> DeltaContext:
     """Return the deltas of all streams, in order of arrival.
 
-    One stream is read in the reader's own task, several streams in one task each. The iteration ends when every stream
-    has given its last delta. The first failure of a stream, a `ServingError`, is raised and ends it. Leaving the
-    context closes every stream, which aborts the unfinished requests. While a reader is slow, no stream is read, and
-    its deltas merge in the router's `IncomingStream`.
+    One stream is read in the reader's own task, several streams in one task each; of many, some wait until others have
+    ended. The iteration ends when every stream has given its last delta. The first failure of a stream, a
+    `ServingError`, is raised and ends it. Leaving the context closes every stream, which aborts the unfinished
+    requests. While a reader is slow, no stream is read, and its deltas merge in the router's `IncomingStream`.
     """
     return aclosing(_indexed(0, streams[0]) if len(streams) == 1 else _merged(streams))
 
@@ -59,9 +62,11 @@ async def _merged(streams: Sequence[DeltaStream]) -> AsyncGenerator[IndexedDelta
     """Yield the deltas of several streams, each advanced by its own task."""
     arrived: asyncio.Queue[IndexedDelta | Exception] = asyncio.Queue(maxsize=len(streams))
 
+    may_open = asyncio.Semaphore(_MAX_OPEN)
+
     async def pump(index: int, stream: DeltaStream) -> None:
         try:
-            async with aclosing(_indexed(index, stream)) as deltas:
+            async with may_open, aclosing(_indexed(index, stream)) as deltas:
                 async for item in deltas:
                     await arrived.put(item)
         except Exception as error:  # passed on to the reader, which raises it

@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from replicas.protocol import FinishReason, ModelCard, PositionLogprobs, TokenDelta, TokenLogprob, Usage
 from serve_app.openai.reply.fan_in import IndexedDelta
+from serve_app.openai.request.pooled_schema import AnyBody
 from serve_app.openai.request.schema import CompletionBody, EncodedPrompt, GenerationBody
 from serve_app.openai.tokenize.prompt_tokenizer import TokenText
 
@@ -336,7 +337,7 @@ def fingerprint_of(card: ModelCard) -> str:
     return f"fp_{hashlib.sha256(repr(decisive).encode()).hexdigest()[:10]}"
 
 
-def null_usage(body: GenerationBody) -> JsonObject:
+def null_usage(body: AnyBody) -> JsonObject:
     """Return the field that each chunk of a stream has if the last one has the usage."""
     return {"usage": None} if body.stream_options is not None and body.stream_options.include_usage else {}
 

@@ -9,9 +9,9 @@ from router.timeline import Timeline, slowest_of
 from serve_app.openai.reply.format import JsonObject, Progress, ReplyFormat
 from serve_app.openai.reply.request_metrics import request_metrics
 from serve_app.openai.request.caller import WorkOwner, tier_of
-from serve_app.openai.request.schema import GenerationBody
+from serve_app.openai.request.pooled_schema import AnyBody
 
-ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-", "rerank-")
 """Begins of the replies' ids, before the ids of their requests."""
 
 
@@ -35,7 +35,7 @@ class PreparedCompletion:
     """Name of the model in the reply."""
     account: str
     """Tenant of the API key, to which the work is charged."""
-    body: GenerationBody
+    body: AnyBody
     requests: tuple[GenerateRequest, ...]
     format: ReplyFormat
     progress: Progress

@@ -10,7 +10,7 @@ from replicas.protocol import Band
 from router.timeline import Timeline
 from serve_app.errors import shortened
 from serve_app.keys.authenticator import Principal
-from serve_app.openai.request.schema import GenerationBody
+from serve_app.openai.request.pooled_schema import AnyBody
 
 SDK_DEFAULT_TIMEOUT_S = 600.0
 """Time-out that the OpenAI SDKs send by default, seconds; it counts as none."""
@@ -88,7 +88,7 @@ class Caller:
             timeline=timeline,
         )
 
-    def band_of(self, body: GenerationBody) -> Band:
+    def band_of(self, body: AnyBody) -> Band:
         """Return the band: `priority`, else the header, else `service_tier`, no more urgent than the ceiling."""
         if body.priority is not None:
             band = Band(body.priority)
@@ -105,16 +105,16 @@ class Caller:
         band = ceiling if self.requested_band is None else max(self.requested_band, ceiling)
         return WorkOwner(band, self.principal.tenant)
 
-    def owner_of(self, body: GenerationBody) -> WorkOwner:
+    def owner_of(self, body: AnyBody) -> WorkOwner:
         """Return the owner of the work on a body."""
         return WorkOwner(self.band_of(body), self.tenant_of(body))
 
-    def background_band_of(self, body: GenerationBody) -> Band:
+    def background_band_of(self, body: AnyBody) -> Band:
         """Return the band of asynchronous work: `batch`, unless the request asks for another band."""
         is_explicit = body.priority is not None or self.requested_band is not None or body.service_tier is not None
         return self.band_of(body) if is_explicit else Band.BATCH
 
-    def deadline_of(self, body: GenerationBody) -> float | None:
+    def deadline_of(self, body: AnyBody) -> float | None:
         """Return the earliest deadline that the request names, unix seconds; None: it names none."""
         limits_s = [
             None if body.deadline_ms is None else body.deadline_ms / 1000,
@@ -124,7 +124,7 @@ class Caller:
         given_s = [limit_s for limit_s in limits_s if limit_s is not None]
         return self.arrival_unix_s + min(given_s) if given_s else None
 
-    def tenant_of(self, body: GenerationBody) -> str:
+    def tenant_of(self, body: AnyBody) -> str:
         """Return the tenant for fair scheduling: the key's owner, or the user that an anonymous client names.
 
         A key's owner cannot enlarge its share by naming users.

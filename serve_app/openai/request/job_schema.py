@@ -24,7 +24,10 @@ _DAY = re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _ID = "[A-Za-z0-9_-]{1,64}"
 _MAX_METADATA_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 
-BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
+BatchEndpoint = Literal[
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/rerank", "/v1/responses",
+    "/v1/score",
+]  # fmt: skip
 
 UploadPurpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
 

@@ -77,7 +77,7 @@ def _is_token_ids(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
-def _as_prompts(value: object) -> list[Prompt]:
+def as_prompts(value: object) -> list[Prompt]:
     """Return any of OpenAI's four forms of `prompt` as a list of prompts."""
     if isinstance(value, str):
         return [value]
@@ -102,7 +102,7 @@ def _checked_token_ids(value: object, info: ValidationInfo) -> list[int]:
     return value
 
 
-def _no_longer_than(limit: int) -> BeforeValidator:
+def no_longer_than(limit: int) -> BeforeValidator:
     """Return a validator that checks the number of items before any item is validated."""
 
     def check(value: object) -> object:
@@ -125,14 +125,14 @@ PromptInput = (
 
 StopStrings = Annotated[
     list[NonEmptyText],
-    _no_longer_than(16),
+    no_longer_than(16),
     BeforeValidator(
         _as_list, json_schema_input_type=NonEmptyText | Annotated[list[NonEmptyText], Field(max_length=16)]
     ),
 ]
 LogitBiases = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]],
-    _no_longer_than(1024),
+    no_longer_than(1024),
 ]
 TokenIds = Annotated[list[int], PlainValidator(_checked_token_ids, json_schema_input_type=list[TokenId])]
 
@@ -146,13 +146,32 @@ class StreamOptions(StrictBody):
     include_obfuscation: Literal[False] = False
 
 
-Metadata = Annotated[dict[str, str], _no_longer_than(1024)]
+Metadata = Annotated[dict[str, str], no_longer_than(1024)]
 
 
-class GenerationOptions(StrictBody):
-    """Options of a generation that every protocol names alike: the model, sampling, urgency and the caller."""
+class RequestOptions(StrictBody):
+    """Options that every request names alike: the model, urgency and the caller."""
 
     model: str
+    priority: int | None = Field(None, ge=0, le=2)
+    """Band of the request: 0 is interactive, 1 standard, 2 batch."""
+    service_tier: ServiceTier | None = None
+    """OpenAI's name of the band, used without `priority` and its header."""
+    deadline_ms: int | None = Field(None, ge=1, le=MAX_INT64)
+    """Time after which the reply is useless, milliseconds from the request's arrival."""
+    user: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    """Requests of one key prefer one replica."""
+    cache_salt: Annotated[NonEmptyText, Field(max_length=512)] | None = None
+    """Requests with different salts share no block of the prefix cache, as in vLLM."""
+    metadata: Metadata | None = None
+    """Metadata of the SDKs, which a stored response shows; nothing else uses them."""
+
+
+class GenerationOptions(RequestOptions):
+    """Options of a generation that every protocol names alike, beside those of every request: its sampling."""
+
     temperature: float = Field(1.0, ge=0, le=2)
     """Temperature of sampling; 0 takes the most probable token. The model may have another default."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -170,32 +189,18 @@ class GenerationOptions(StrictBody):
     """Output tokens before which nothing ends a choice."""
     stop: StopStrings = Field(default_factory=list)
     """Strings before which the text ends."""
-    stop_token_ids: Annotated[TokenIds, _no_longer_than(1024)] = Field(default_factory=list)
+    stop_token_ids: Annotated[TokenIds, no_longer_than(1024)] = Field(default_factory=list)
     """Tokens that end a choice."""
     ignore_eos: bool = False
     """True if a choice goes on behind the model's end token."""
     logit_bias: LogitBiases = Field(default_factory=dict)
     """Bias of single tokens, -100 to 100, by token id."""
-    allowed_token_ids: Annotated[TokenIds, _no_longer_than(65_536)] = Field(default_factory=list)
+    allowed_token_ids: Annotated[TokenIds, no_longer_than(65_536)] = Field(default_factory=list)
     """The only tokens that the output may have; empty: all."""
-    bad_words: Annotated[list[NonEmptyText], _no_longer_than(1024)] = Field(default_factory=list)
+    bad_words: Annotated[list[NonEmptyText], no_longer_than(1024)] = Field(default_factory=list)
     """Words that the output does not have."""
     skip_special_tokens: bool = True
     """True if special tokens have no text."""
-    priority: int | None = Field(None, ge=0, le=2)
-    """Band of the request: 0 is interactive, 1 standard, 2 batch."""
-    service_tier: ServiceTier | None = None
-    """OpenAI's name of the band, used without `priority` and its header."""
-    deadline_ms: int | None = Field(None, ge=1, le=MAX_INT64)
-    """Time after which the reply is useless, milliseconds from the request's arrival."""
-    user: Annotated[str, Field(max_length=512)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
-    """Requests of one key prefer one replica."""
-    cache_salt: Annotated[NonEmptyText, Field(max_length=512)] | None = None
-    """Requests with different salts share no block of the prefix cache, as in vLLM."""
-    metadata: Metadata | None = None
-    """Metadata of the SDKs, which a stored response shows; nothing else uses them."""
 
 
 class GenerationBody(GenerationOptions):
@@ -312,7 +317,7 @@ class ChatBody(GenerationBody, Conversation):
     @property
     def input_messages(self) -> list[dict[str, Any]]:
         """Messages as traces have them."""
-        return [_traced_message(message.role, message.content) for message in self.messages]
+        return [traced_message(message.role, message.content) for message in self.messages]
 
 
 class CompletionBody(GenerationBody):
@@ -320,7 +325,7 @@ class CompletionBody(GenerationBody):
 
     operation: ClassVar[str] = "text_completion"
 
-    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts, json_schema_input_type=PromptInput)]
+    prompt: Annotated[list[Prompt], PlainValidator(as_prompts, json_schema_input_type=PromptInput)]
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT64)
     logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
     echo: bool = False
@@ -340,10 +345,11 @@ class CompletionBody(GenerationBody):
     @property
     def input_messages(self) -> list[dict[str, Any]]:
         """Prompts as traces have them."""
-        return [_traced_message("user", prompt) for prompt in self.prompt]
+        return [traced_message("user", prompt) for prompt in self.prompt]
 
 
-def _traced_message(role: str, content: object) -> dict[str, Any]:
+def traced_message(role: str, content: object) -> dict[str, Any]:
+    """Return a message as traces have it."""
     return {"role": role, "parts": [{"type": "text", "content": content}]}
 
 

@@ -12,6 +12,13 @@ from pydantic import BaseModel
 from serve_app.openai.request.body import IgnoredValues, is_among
 from serve_app.openai.request.conversation import MESSAGE_IGNORED, ChatMessage, RefusalPart, TextPart
 from serve_app.openai.request.job_schema import BatchBody, JobOptions, PromptBatchOptions
+from serve_app.openai.request.pooled_schema import (
+    POOLED_IGNORED,
+    EmbeddingBody,
+    RankedDocument,
+    RerankBody,
+    ScoreBody,
+)
 from serve_app.openai.request.schema import (
     CHAT_IGNORED,
     COMPLETION_IGNORED,
@@ -73,6 +80,7 @@ _MESSAGE = level_of(
     tool_calls=level_of(ToolCall, function=level_of(CalledFunction)),
 )
 _BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, BatchBody, JobOptions, PromptBatchOptions)
+_POOLED_BODIES = (EmbeddingBody, ScoreBody, RerankBody)
 CHAT_LEVEL = level_of(
     *_BODIES,
     no_effect={
@@ -85,7 +93,12 @@ CHAT_LEVEL = level_of(
     tools=level_of(FunctionTool, function=level_of(FunctionObject)),
 )
 """Bodies of this server's own endpoints, all of whose fields are known to each: one that has none refuses it."""
-OPEN_SCHEMAS = (*_BODIES, ChatMessage, TextPart, RefusalPart, ToolCall, CalledFunction, FunctionTool, FunctionObject)
+POOLED_LEVEL = level_of(*_POOLED_BODIES, no_effect=POOLED_IGNORED, documents=level_of(RankedDocument))
+"""Bodies whose outputs are pooled."""
+OPEN_SCHEMAS = (
+    *_BODIES, *_POOLED_BODIES, RankedDocument, ChatMessage, TextPart, RefusalPart, ToolCall, CalledFunction,
+    FunctionTool, FunctionObject,
+)  # fmt: skip
 """Schemas of the objects in which unknown fields are ignored."""
 
 

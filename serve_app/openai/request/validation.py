@@ -5,6 +5,7 @@ The limits depend on the configuration or the model; each error names the field,
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from replicas.settings import check_bounds, setting
 from replicas.shared_rules.token_ids import PROMPT, UnknownToken, first_outside, unknown_token
 from serve_app.errors import shortened
 from serve_app.openai.request.caller import Caller
+from serve_app.openai.request.pooled_schema import AnyBody
 from serve_app.openai.request.schema import MIN_INT64, ChatBody, CompletionBody, EncodedPrompt, GenerationBody, Prompt
 
 COMPLETION_MAX_TOKENS = 16
@@ -44,6 +46,8 @@ class RequestLimits:
 
     max_prompts: int = setting(128, ge=1)
     """Most prompts in one completions request."""
+    max_texts: int = setting(2048, ge=1)
+    """Most texts in one request for embeddings or scores; a pair of texts counts once."""
     max_choices: int = 128
     """Most choices in one request: `n` times the number of prompts."""
     max_messages: int = 2048
@@ -70,6 +74,11 @@ class RequestLimits:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+    def cache_salt(self, tenant: str, own: str | None) -> str | None:
+        """Return the salt of the prefix cache: the tenant, if caches are apart by tenant, and the client's own."""
+        scope = tenant if self.prefix_cache_scope == "tenant" else None
+        return None if scope is None and own is None else json.dumps([scope, own])
 
     @property
     def max_body_objects(self) -> int:
@@ -127,7 +136,7 @@ def chat_requests(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    return _requests(body, [prompt], [params], caller, rng, cache_salt)
+    return sequence_requests(body, [prompt], [params], caller, rng, cache_salt)
 
 
 def with_lowered_max_tokens(body: ChatBody, prompt: EncodedPrompt, caller: Caller, card: ModelCard) -> ChatBody:
@@ -166,7 +175,7 @@ def completion_requests(
         params.append(
             _sampling_params(body, card, max_tokens, logprobs=body.logprobs, prompt_logprobs=max(counts, default=None))
         )
-    return _requests(body, prompts, params, caller, rng, cache_salt)
+    return sequence_requests(body, prompts, params, caller, rng, cache_salt)
 
 
 def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard, keeps_end: bool = False) -> None:
@@ -188,6 +197,8 @@ class Truncation:
 
     num_tokens: int
     keeps_end: bool
+    keeps_special: bool = False
+    """True if the special tokens around a text count and stay."""
 
     def kept(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the token ids that are kept."""
@@ -353,8 +364,8 @@ def _logit_bias(body: GenerationBody) -> tuple[LogitBias, ...]:
     return tuple(biases)
 
 
-def _requests(
-    body: GenerationBody,
+def sequence_requests(
+    body: AnyBody,
     prompts: Sequence[EncodedPrompt],
     params: Sequence[SamplingParams],
     caller: Caller,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from replicas.errors import InvalidRequest
 from replicas.text.tokenizer_files import load_tokenizer, vocab_size_of
@@ -32,6 +32,9 @@ _TURNS = [
     {"role": "assistant", "content": _PROBE},
     {"role": "user", "content": _PROBE},
 ]
+_PAIR_PROBE = ("headway_query", "headway_document")
+_CHARS_PER_TOKEN, _SPARE_TOKENS = 8, 64
+"""Beginning of a text that is tokenized first: characters for each token, and tokens beyond those that are kept."""
 _LONG_TEXT_CHARS = 4096
 """Length from which a rendered conversation is encoded by segments, characters."""
 _RESERVED = frozenset({
@@ -132,6 +135,7 @@ class PromptEncoder:
         """Family of the chat template: the form of calls and reasoning."""
         if chat_template is not None:
             self._check_template(chat_template)
+        self._has_pair_roles = self._shows_pairs()
         self._segments = segment_encoder(backend, lambda: self._probe(_TURNS, [])) if tokenizer.chat_template else None
 
     @classmethod
@@ -172,16 +176,19 @@ class PromptEncoder:
         max_prompt_tokens: int | None,
         add_special_tokens: bool,
         truncation: Truncation | None = None,
+        field: str = "prompt",
     ) -> list[EncodedPrompt]:
-        """Encode texts; token ids stay as they are. What is cut has no text.
+        """Encode texts of a `field`; token ids stay as they are. What is cut has no text.
 
         Raises:
             InvalidRequest: a text is too long for `max_prompt_tokens` tokens.
         """
-        self.refuse_long_texts(prompts, max_prompt_tokens)
+        self.refuse_long_texts(prompts, max_prompt_tokens, field)
         return [self._encode(prompt, add_special_tokens, truncation) for prompt in prompts]
 
-    def refuse_long_texts(self, prompts: Sequence[Prompt], max_prompt_tokens: int | None) -> None:
+    def refuse_long_texts(
+        self, prompts: Sequence[Prompt], max_prompt_tokens: int | None, field: str = "prompt"
+    ) -> None:
         """Refuse texts that are too long even if every token were the vocabulary's longest; this takes no time.
 
         Raises:
@@ -189,7 +196,7 @@ class PromptEncoder:
         """
         for prompt in prompts:
             if isinstance(prompt, str):
-                self._refuse_oversized(prompt, "prompt", max_prompt_tokens)
+                self._refuse_oversized(prompt, field, max_prompt_tokens)
 
     def min_tokens(self, prompt: Prompt) -> int:
         """Return the least number of tokens that a prompt may have: as if each were the vocabulary's longest."""
@@ -242,6 +249,16 @@ class PromptEncoder:
         except Exception:  # A template is a program of the model: it may raise anything.
             return False
 
+    def _shows_pairs(self) -> bool:
+        """Return True if the chat template writes the texts of the roles `query` and `document`."""
+        if not self.fast.chat_template:
+            return False
+        try:
+            text = self._apply_template(_pair_messages(*_PAIR_PROBE), add_generation_prompt=False)
+        except Exception:  # A template is a program of the model: it may raise anything.
+            return False
+        return all(part in text for part in _PAIR_PROBE) and "query" in str(self.fast.chat_template)
+
     def _probe(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         return self._apply_template(messages, tools=tools or None, add_generation_prompt=True)
 
@@ -258,6 +275,8 @@ class PromptEncoder:
     ) -> EncodedPrompt:
         """Return the token ids, and the text unless it is cut."""
         token_ids: Sequence[int]
+        if isinstance(prompt, str) and truncation is not None and truncation.keeps_special:
+            return EncodedPrompt(tuple(self._cut(prompt, truncation).ids), None)
         if isinstance(prompt, str):
             (encoding,) = self._tokenizer.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)
             token_ids = encoding.ids
@@ -266,6 +285,46 @@ class PromptEncoder:
         kept_ids = token_ids if truncation is None else truncation.kept(token_ids)
         is_whole_text = isinstance(prompt, str) and len(kept_ids) == len(token_ids)
         return EncodedPrompt(tuple(kept_ids), str(prompt) if is_whole_text else None)
+
+    def _cut(self, text: str, truncation: Truncation) -> Encoding:
+        """Return the encoding of a text within a number of tokens, special ones included.
+
+        If the end is cut, only a beginning of the text is tokenized. It is twice as long until it has more tokens than
+        are kept, so that the last of these are those of the whole text.
+        """
+        most = max(0, truncation.num_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=False))
+        num_chars = len(text) if truncation.keeps_end else _CHARS_PER_TOKEN * (most + _SPARE_TOKENS)
+        encoding = self._tokenizer.encode(text[:num_chars], add_special_tokens=False)
+        while num_chars < len(text) and len(encoding) < most + _SPARE_TOKENS:
+            num_chars *= 2
+            encoding = self._tokenizer.encode(text[:num_chars], add_special_tokens=False)
+        encoding.truncate(most, direction="left" if truncation.keeps_end else "right")
+        return self._tokenizer.post_process(encoding, None, True)
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], max_prompt_tokens: int, truncation: Truncation | None
+    ) -> list[EncodedPrompt]:
+        """Encode pairs of a query and a document: with the chat template if it has these roles, else as pairs.
+
+        Raises:
+            InvalidRequest: a pair is too long, or is to be cut where a template writes it.
+        """
+        for pair in pairs:
+            self._refuse_oversized("".join(pair), "documents", max_prompt_tokens if truncation is None else None)
+        if not self._has_pair_roles:
+            return [EncodedPrompt(tuple(self._pair(*pair, truncation).ids), None) for pair in pairs]
+        if truncation is not None:
+            message = "is not supported for this model, whose chat template writes around the texts"
+            raise InvalidRequest(f"`truncate_prompt_tokens` {message}", "truncate_prompt_tokens")
+        texts = [self._apply_template(_pair_messages(*pair), add_generation_prompt=False) for pair in pairs]
+        return [self._encode(text, False, None) for text in texts]
+
+    def _pair(self, query: str, document: str, truncation: Truncation | None) -> Encoding:
+        first, second = (self._tokenizer.encode(text, add_special_tokens=False) for text in (query, document))
+        if truncation is not None:
+            num_added = self._tokenizer.num_special_tokens_to_add(is_pair=True)
+            second.truncate(max(0, truncation.num_tokens - num_added - len(first)), direction="right")
+        return self._tokenizer.post_process(first, second, True)
 
     def _refuse_hopeless(self, turns: ChatTurns, max_prompt_tokens: int | None) -> None:
         """Refuse, without rendering, a conversation whose users' texts alone are too long.
@@ -293,6 +352,10 @@ def encoder_of(model: str, tool_call_parser: str | None, chat_template: str | No
 def _parts(text: str) -> list[dict[str, str]]:
     """Return a message's content as a list. Some templates of models for images write no other."""
     return [{"type": "text", "text": text}]
+
+
+def _pair_messages(query: str, document: str) -> list[dict[str, Any]]:
+    return [{"role": "query", "content": query}, {"role": "document", "content": document}]
 
 
 def _template(tokenizer: PreTrainedTokenizerFast, name: str) -> str:

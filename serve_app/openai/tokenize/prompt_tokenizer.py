@@ -73,17 +73,35 @@ class PromptTokenizer:
         max_prompt_tokens: int | None = None,
         add_special_tokens: bool = True,
         truncation: Truncation | None = None,
+        field: str = "prompt",
         owner: WorkOwner = SERVER,
     ) -> list[EncodedPrompt]:
-        """Encode texts, by default with the model's special tokens; token ids stay as they are.
+        """Encode texts of a `field`, by default with the model's special tokens; token ids stay as they are.
 
         Raises:
             InvalidRequest: a text is too long for `max_prompt_tokens` tokens.
             Overloaded, NoReplicaAvailable: as `encode_chat` does.
         """
-        self._encoder.refuse_long_texts(prompts, max_prompt_tokens)  # Before the texts go to another process.
-        work = partial(self._encoder.encode_prompts, prompts, max_prompt_tokens, add_special_tokens, truncation)
+        self._encoder.refuse_long_texts(prompts, max_prompt_tokens, field)  # Before the texts go to another process.
+        work = partial(self._encoder.encode_prompts, prompts, max_prompt_tokens, add_special_tokens, truncation, field)
         return await self._workers.run_by_size(work, owner, sum(map(len, prompts)), _LONG_PROMPT_BYTES)
+
+    async def encode_pairs(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        max_prompt_tokens: int,
+        truncation: Truncation | None = None,
+        owner: WorkOwner = SERVER,
+    ) -> list[EncodedPrompt]:
+        """Encode pairs of a query and a document.
+
+        Raises:
+            InvalidRequest, Overloaded, NoReplicaAvailable: as `encode_prompts` does.
+        """
+        work = partial(self._encoder.encode_pairs, pairs, max_prompt_tokens, truncation)
+        num_bytes = sum(len(text) for pair in pairs for text in pair)
+        return await self._workers.run_by_size(work, owner, num_bytes, _LONG_PROMPT_BYTES)
 
     async def word_tokens(self, words: Sequence[str], owner: WorkOwner = SERVER) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of words, at the beginning of a text and behind a space."""
