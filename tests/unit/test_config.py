@@ -207,7 +207,7 @@ def test_every_setting_reaches_its_part(part):
         "attention_backend": "triton", "kv_cache_dtype": "int8", "gpu_memory_utilization": 0.5,
         "kernel_cache_dir": "there",
         "api_key_file": "there",
-        "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
+        "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True, "max_stored_bytes": 2**21,
         "allowed_hosts": "there", "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
         "batch_invariant": True,
         "generation_config": "vllm", "allowed_origins": "null", "chat_template": "default",
