@@ -25,6 +25,7 @@ from replicas.model.cuda_graphs.padding import StepShape
 from replicas.model.layers import experts
 from replicas.model.layers.experts import ExpertLayer, Routing, replace_experts
 from replicas.model.loading.loader import LoadedModel, remove_waits
+from replicas.model.pooling.tap import HiddenTap
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import load
 from testkit.model.tiny_checkpoints import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, tiny_config
@@ -127,7 +128,7 @@ def run_on_meta(config: PretrainedConfig, *, has_expert_kernel: bool = False) ->
     if port.recurrent.mixers:
         probe_shapes(model, port)
         port.recurrent.backend = NoStates()
-    loaded = LoadedModel("", model, port, (), None, 256, VOCAB_SIZE, frozenset(), dtype, META)
+    loaded = LoadedModel("", model, port, HiddenTap(model), (), None, 256, VOCAB_SIZE, frozenset(), dtype, META)
     decode(model, loaded)
     with recorded() as recorder:
         decode(model, loaded)
