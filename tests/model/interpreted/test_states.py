@@ -191,7 +191,7 @@ SHAPES = [StepShape.decodes(6, has_states=True), *(StepShape.mixed(size, 6, has_
 def test_a_captured_shape_can_run_before_its_first_step() -> None:
     cache = new_cache(DELTA)
     for shape in SHAPES:
-        states = StepBuffers(shape.num_words, 6, 40, 16, CPU).inputs(shape).states
+        states = StepBuffers([shape], 40, 16, CPU).inputs(shape).states
         assert states is not None
         inputs = build_inputs([dummy_item(0, shape.num_tokens, 16)], 16, CPU)
         outputs(TRITON.planned(cache, states), state_calls(DELTA, inputs, torch.float32, 0))
@@ -201,7 +201,7 @@ def test_a_captured_shape_can_run_before_its_first_step() -> None:
 def test_padding_changes_no_state_and_no_output() -> None:
     schedule = Schedule(seed=3, num_sequences=5)
     caches = [new_cache(DELTA, num_slots=90), new_cache(DELTA, num_slots=90)]
-    buffers = StepBuffers(max(shape.num_words for shape in SHAPES), 6, 40, 16, CPU)
+    buffers = StepBuffers(SHAPES, 40, 16, CPU)
     padding = StepPadding(SHAPES, 16, 40)
     for number in range(6):
         shape = SHAPES[number % 3]
