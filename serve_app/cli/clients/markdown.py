@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import termios
 import time
@@ -148,7 +149,7 @@ class _Block:
     """Rendered Markdown with an empty line above it, except above the first block.
 
     Of more than `height` lines it has the last ones. Markdown whose rendering would lack a character of its text, as
-    a table does whose columns are too narrow for their words, is shown as it was written.
+    a table does whose columns are too narrow for their words or too few for its cells, is shown as it was written.
     """
 
     def __init__(self, text: str, is_first: bool, height: int | None = None) -> None:
@@ -157,7 +158,8 @@ class _Block:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         tokens = _parsed(self._text)
         lines = _without_empty_ends(console.render_lines(_markdown(tokens), options, pad=False))
-        if not _characters(_content(tokens)) <= _characters(segment.text for line in lines for segment in line):
+        shown = _characters(segment.text for line in lines for segment in line)
+        if _has_more_cells(tokens, self._text.splitlines()) or not _characters(_content(tokens)) <= shown:
             lines = console.render_lines(Text(self._text, overflow="fold"), options, pad=False)
         if not self._is_first:
             lines = [[], *lines]
@@ -168,6 +170,9 @@ class _Block:
 
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable(["image", "reference"])
 """Parser of what rich can show: tags, images and definitions of links stay text, which rich would leave out."""
+
+
+_CELL_END, _EDGES = re.compile(r"(?<!\\)\|"), re.compile(r"^[>\s]*\||(?<!\\)\|\s*$")
 
 
 def _parsed(text: str) -> list[Token]:
@@ -188,6 +193,13 @@ def _markdown(tokens: list[Token]) -> Markdown:
 def _starts(text: str) -> list[int]:
     """Return the first line of each top-level block, counted from 0."""
     return [token.map[0] for token in _PARSER.parse(text) if token.level == 0 and token.nesting >= 0 and token.map]
+
+
+def _has_more_cells(tokens: list[Token], lines: list[str]) -> bool:
+    """Return True if a row of a table has more cells than the table has columns; the parser leaves them out."""
+    tables = [lines[slice(*token.map)] for token in tokens if token.type == "table_open" and token.map]
+    numbers = [[len(_CELL_END.findall(_EDGES.sub("", line))) for line in table] for table in tables]
+    return any(max(of_lines) > of_lines[1] for of_lines in numbers)
 
 
 def _content(tokens: list[Token]) -> Iterator[str]:

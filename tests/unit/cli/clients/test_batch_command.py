@@ -122,7 +122,7 @@ async def test_refusals_and_absent_servers_print_one_line(shell: Shell, requests
     for arguments, what in (
         (("status", "batch_none"), "there is no batch"),
         (("submit", str(requests_file), "--window", "never"), "completion_window"),
-        (("submit", str(requests_file), "--endpoint", "/v1/embeddings"), "endpoint"),
+        (("submit", str(requests_file), "--endpoint", "/v1/images"), "endpoint"),
         (("wait", "batch_none"), "404"),
         (
             ("status", "x", "--url", "http://127.0.0.1:1"),

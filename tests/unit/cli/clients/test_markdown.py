@@ -5,6 +5,7 @@ import random
 import re
 
 import pytest
+from markdown_it import MarkdownIt
 from rich.console import Console
 
 from serve_app.cli.clients.markdown import MarkdownView
@@ -123,7 +124,7 @@ def test_a_table_whose_words_do_not_fit_stays_as_written() -> None:
     assert "|---|" not in shown(WIDE_TABLE, width=200)
 
 
-@pytest.mark.random_worlds(300, per_call=100)
+@pytest.mark.random_worlds(300, per_call=100, examples=(808992826185,))
 def test_no_character_is_lost(seeds: Seeds) -> None:
     pieces = ["# ", "- ", "1. ", "> ", "```\n", "| a | b |\n|--|--|\n", "| c ", "\n", "\n\n", "    ", "**", "_", "`",
               "<div>", "](u) ", "[x", "![y", "&amp;", "~~", "---\n", "word ", "long" * 12, "日本語",
@@ -131,6 +132,8 @@ def test_no_character_is_lost(seeds: Seeds) -> None:
     for seed in seeds:
         rng = random.Random(seed)
         text = "".join(rng.choices(pieces, k=rng.randint(1, 30)))
+        if any(token.type == "fence" and token.info.strip() for token in MarkdownIt("commonmark").enable("table").parse(text)):
+            continue  # The language of a code block is not shown.
         width = rng.choice((8, 20, 80))
         screen = shown(text, rng, width, 10)
         for word in ("word", "long", "日"):

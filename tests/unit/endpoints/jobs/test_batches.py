@@ -18,7 +18,7 @@ REFUSED = [
     ({"input_file_id": "f" * 65}, "input_file_id", "letters, digits"),
     ({"input_file_id": "file-\0"}, "input_file_id", "letters, digits"),
     ({"input_file_id": "file-1\n"}, "input_file_id", "letters, digits"),
-    ({"endpoint": "/v1/embeddings"}, "endpoint", "/v1/embeddings"),
+    ({"endpoint": "/v1/images"}, "endpoint", "/v1/embeddings"),
     ({"completion_window": "24"}, "completion_window", "24h, 30m or 90s"),
     ({"completion_window": "0h"}, "completion_window", "duration"),
     ({"completion_window": 24}, "completion_window", "duration"),
