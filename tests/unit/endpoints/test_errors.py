@@ -176,7 +176,7 @@ async def _nothing() -> AsyncGenerator[TokenDelta, None]:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/v1/embeddings", 404, "unsupported_endpoint"),
+        ("GET", "/v1/images", 404, "unsupported_endpoint"),
         ("GET", "/v1/responses/resp_1", 404, "unsupported_endpoint"),
         ("GET", "/nowhere", 404, "not_found"),
         ("GET", "/v1", 404, "not_found"),
