@@ -10,7 +10,7 @@ from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients
 from tests.ray.cluster.conftest import body
 
-MANY = 5000
+MANY = 12_000
 
 
 def test_a_drained_replica_hands_its_streams_over_and_is_replaced(served: Raylets, clients: Clients):
