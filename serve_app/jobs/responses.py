@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from sqlalchemy import Connection
@@ -172,6 +173,6 @@ class SqlResponses:
         """Delete all that a tenant has stored, and return its size before; what runs is stopped."""
         size = (await self.stored_by_tenant()).get(tenant, StoredSize(0, 0, 0, None))
         for delete_some in (responses.delete_some, conversations.delete_some):
-            while await self._write(lambda c: delete_some(c, tenant, _NUM_AT_ONCE)):  # noqa: B023
+            while await self._write(partial(delete_some, tenant=tenant, limit=_NUM_AT_ONCE)):
                 pass
         return size

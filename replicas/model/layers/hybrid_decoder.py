@@ -39,7 +39,7 @@ class HybridDecoder(nn.Module):
         if stack is None or not isinstance(attention, CppAttention) or not isinstance(states, CppStates):
             output: BaseModelOutputWithPast = self.original(input_ids=input_ids, position_ids=position_ids, **others)
             return output
-        residual = self.original.embed_tokens(input_ids[0])
+        residual = self.embed_tokens(input_ids[0])
         cos, sin = self.original.rotary_emb(residual, position_ids[None])
         caches = [attention.cache[index] for index in stack.attention_layers]
         slots = [states.cache[index] for index in stack.recurrent_layers]
@@ -68,6 +68,12 @@ class HybridDecoder(nn.Module):
         )
         hidden = torch.ops.headway.add_and_normalize.default(residual, update, stack.final_norm, stack.epsilon)
         return BaseModelOutputWithPast(last_hidden_state=hidden[None])
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """Embedding of tokens, by which transformers finds a decoder's output layer, too."""
+        embedding: nn.Module = self.original.embed_tokens
+        return embedding
 
     @cached_property
     def _stack(self) -> _Stack | None:

@@ -133,6 +133,19 @@ def find_expert(starts, NUM_EXPERTS: tl.constexpr, EXPERT_WIDTH: tl.constexpr, T
 
 
 @triton.jit
+def find_rows(order, first, end, TOP_K: tl.constexpr, IS_FIRST: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """Return for each row of a tile if it is one, its input, and its output. See `expert_linear_kernel`."""
+    rows = first + tl.arange(0, TILE_ROWS)
+    is_row = rows < end
+    pairs = tl.load(order + rows, mask=is_row, other=0)
+    if IS_FIRST:
+        sources, targets = pairs // TOP_K, rows.to(tl.int64)
+    else:
+        sources, targets = rows.to(tl.int64), pairs
+    return is_row, sources, targets
+
+
+@triton.jit
 def expert_linear_kernel(
     inputs,  # [num_inputs, IN_SIZE], contiguous
     weights,  # [NUM_EXPERTS, OUT_SIZE, IN_SIZE], contiguous; [NUM_EXPERTS, IN_SIZE, OUT_SIZE] if IS_TRANSPOSED
@@ -162,13 +175,7 @@ def expert_linear_kernel(
     expert, first, end = find_expert(starts, NUM_EXPERTS, EXPERT_WIDTH, TILE_ROWS)
     if expert >= NUM_EXPERTS:
         return
-    rows = first + tl.arange(0, TILE_ROWS)
-    is_row = rows < end
-    pairs = tl.load(order + rows, mask=is_row, other=0)
-    if IS_FIRST:
-        sources, targets = pairs // TOP_K, rows.to(tl.int64)
-    else:
-        sources, targets = rows.to(tl.int64), pairs
+    is_row, sources, targets = find_rows(order, first, end, TOP_K, IS_FIRST, TILE_ROWS)
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column = columns < OUT_SIZE
     inner = tl.arange(0, TILE_INNER)

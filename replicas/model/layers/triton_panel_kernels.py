@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from replicas.model.layers.panels import PANEL, PanelFormat
-from replicas.model.layers.triton_kernels import find_expert
+from replicas.model.layers.triton_kernels import find_expert, find_rows
 
 _PANEL = tl.constexpr(PANEL)
 _INT4 = tl.constexpr(PanelFormat.INT4.value)
@@ -211,13 +211,7 @@ def panel_expert_kernel(
     expert, first, end = find_expert(starts, NUM_EXPERTS, EXPERT_WIDTH, TILE_ROWS)
     if expert >= NUM_EXPERTS:
         return
-    rows = first + tl.arange(0, TILE_ROWS)
-    is_row = rows < end
-    pairs = tl.load(order + rows, mask=is_row, other=0)
-    if IS_FIRST:
-        sources, targets = pairs // TOP_K, rows.to(tl.int64)
-    else:
-        sources, targets = rows.to(tl.int64), pairs
+    is_row, sources, targets = find_rows(order, first, end, TOP_K, IS_FIRST, TILE_ROWS)
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column = columns < OUT_SIZE
     places = (columns // _PANEL) * PANEL_BYTES + columns % _PANEL * BYTES

@@ -30,8 +30,7 @@ class HiddenTap:
     def __init__(self, model: PreTrainedModel) -> None:
         """Make the tap, and put it in front of the output layer of `model`."""
         self._taken: TakenStates | None = None
-        # transformers asks a decoder for its embedding first, which one that runs in one call has not.
-        layer = model.get_output_embeddings() or getattr(model, "lm_head", None)
+        layer = model.get_output_embeddings()
         assert isinstance(layer, nn.Module), "a decoder has an output layer"
         layer.register_forward_pre_hook(self._take)
 

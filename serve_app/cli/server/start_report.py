@@ -67,7 +67,7 @@ class Report:
     jobs_state: str | None
     """State of the jobs process in `/health`; None: unknown."""
     front: str
-    """What answers the port."""
+    """Profile and number of ingresses, and the reason of the choice."""
     memory: str
     """Memory of the processes."""
 

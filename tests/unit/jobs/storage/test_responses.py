@@ -177,7 +177,7 @@ async def test_a_dead_owners_responses_fail_or_are_queued_again(store: SqlRespon
     for owner in (INGRESS, WORKER):
         await world.database.write(lambda c, owner=owner: reap_owner(c, owner))  # type: ignore[misc]
     assert (await store.response("acme", "a")).status is ResponseStatus.FAILED
-    # What the dead worker still writes is dropped, and its deltas are those of the next one.
+    # The store drops what the dead worker still writes. The deltas are those of the next worker.
     late = NewOutput(leased.number, StoredDelta(1, b"\2\0\0\0", "two"))
     assert await world.database.write(lambda c: commit_outputs(c, WORKER, [late])) == set()
     await world.add_owner("next")
