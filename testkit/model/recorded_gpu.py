@@ -157,6 +157,7 @@ class RecordedGpu(TorchDispatchMode):
         self._pinned: set[int] = set()
         self._open: list[Operation] = []
         self._sync_mode = "default"
+        self._is_decomposing = False
         self.host_known: dict[Stream, int] = {}
         self.waits: list[str] = []
         """Reasons of the host's waits by other means than an event."""
@@ -243,7 +244,7 @@ class RecordedGpu(TorchDispatchMode):
             return self._on_host(func, args, kwargs, leaves)
         if func.namespace == "aten" and func.overloadpacket.__name__ in ("to", "_to_copy"):
             return self._convert(args[0], _named(func, args, kwargs))
-        with self:
+        with self, self._decomposing():
             decomposed = func.decompose(*args, **kwargs)
         if decomposed is not NotImplemented:
             return decomposed
@@ -260,6 +261,15 @@ class RecordedGpu(TorchDispatchMode):
             self._wait("item")
             return func(args[0].memory)
         return self._compute(func, args, kwargs)
+
+    @contextlib.contextmanager
+    def _decomposing(self) -> Iterator[None]:
+        """Let torch take an operation apart. Its parts name the CPU, which a wrapper tensor's own device is."""
+        before, self._is_decomposing = self._is_decomposing, True
+        try:
+            yield
+        finally:
+            self._is_decomposing = before
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Tensor]) -> Any:
         is_pinned = kwargs.pop("pin_memory", False)
@@ -280,7 +290,7 @@ class RecordedGpu(TorchDispatchMode):
     def _convert(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Move to the device or change the type, as `Tensor.to` does."""
         dtype = kwargs.get("dtype") or tensor.dtype
-        asked = kwargs.get("device")
+        asked = None if self._is_decomposing else kwargs.get("device")
         if asked is not None and torch.device(asked).type == "cpu":
             self._wait("a copy to the host")
             moved: Tensor = _memory(tensor).to(dtype)

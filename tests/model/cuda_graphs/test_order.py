@@ -246,13 +246,12 @@ def test_many_random_steps_with_graphs_of_another_thread(gpu: RecordedGpu) -> No
 
 
 def check_few_steps(
-    gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch, architecture: str, num_steps: int
+    gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, plain: LoadedModel, num_steps: int
 ) -> TorchModelRunner:
-    """Check the outputs of a small runner, without the measurement of its memory; return it."""
+    """Check the outputs of a small runner against those of `plain`, without the measurement of memory; return it."""
     monkeypatch.setattr(build, "_measure_on_cuda", lambda *_: MemoryUse(0, 0, 0, gpu.total_bytes))
     monkeypatch.setattr(build, "dummy_item", lambda start, num_tokens, size: dummy_item(3, min(num_tokens, 9), 8))
     limits = EngineLimits(max_num_seqs=2, max_num_batched_tokens=20, block_size=8)
-    loaded, plain = load(architecture), load(architecture)
     runner = in_thread(lambda: build_on(gpu, loaded, limits))
     gpu.replacements()["set_sync_debug_mode"]("error")
     with gpu:
@@ -265,12 +264,13 @@ def check_few_steps(
 
 
 def test_the_state_of_recurrent_layers_is_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_few_steps(gpu, monkeypatch, "olmo_hybrid", num_steps=8)
+    check_few_steps(gpu, monkeypatch, load("olmo_hybrid"), load("olmo_hybrid"), num_steps=8)
     assert {"convolve", "advance"} <= gpu.names
 
 
 def test_block_tables_of_several_groups_are_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_few_steps(gpu, monkeypatch, "qwen2-window", num_steps=20).windows == (24, 24, None)
+    runner = check_few_steps(gpu, monkeypatch, load("qwen2-window"), load("qwen2-window"), num_steps=20)
+    assert runner.windows == (24, 24, None)
 
 
 async def test_the_engines_thread_captures_and_replays(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
