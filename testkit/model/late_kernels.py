@@ -13,7 +13,7 @@ from testkit.model.recorded_gpu import DeviceTensor
 
 
 class LateKernel:
-    """Kernel whose launch is recorded with the memory that it reads and writes; on the host's tensors it runs at once."""
+    """Kernel whose launch is recorded with the memory that it uses; on tensors of the host it runs at once."""
 
     def __init__(self, kernel: Any, outputs: tuple[str, ...]) -> None:
         """`outputs` are the kernel's arguments that it writes; it may also read them."""
