@@ -57,6 +57,8 @@ LONG: dict[str, Chunks] = {
     "long chunks": ((6000, 6100), (1, 1500)),
 }
 ALL = {**MIXTURES, **LONG}
+COMPILED = {name: ALL[name] for name in ("mixed", "decodes", "long chunks")}
+"""Batches that launch all kernels of a layer."""
 # Rows of one program of the draw: many are faster in Triton's interpreter.
 _INTERPRETED_ROWS = 64
 # With 0 processors no keys are split into parts, with 132 all that are long enough.
