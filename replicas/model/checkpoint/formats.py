@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from replicas.errors import ModelLoadError
@@ -177,7 +179,6 @@ def is_kept(weight: QuantizedWeight) -> bool:
     The groups have adjacent inputs, a multiple of 4.
     """
     layout = weight.layout
-    order = weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
     return (
         weight.format in _KEPT
         and weight.parts[weight.format.numbers].dtype not in _FLOAT8
@@ -186,7 +187,7 @@ def is_kept(weight: QuantizedWeight) -> bool:
         and layout.num_inputs % 4 == 0
         and layout.inputs_per_scale % 4 == 0
         and layout.num_inputs % layout.inputs_per_scale == 0
-        and (order is None or _is_plain_order(order, layout.inputs_per_scale))
+        and has_plain_order(weight)
     )
 
 
@@ -197,15 +198,35 @@ def has_panels(weight: QuantizedWeight) -> bool:
     """
     layout = weight.layout
     group = layout.inputs_per_scale
-    order = weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
     return (
         weight.format in (*_KEPT, _MXFP4)
         and weight.parts[weight.format.numbers].dtype != "F8_E5M2"
         and layout.bits in (4, 8)
         and layout.num_inputs % _PANEL_INPUTS == 0
         and (group in (16, 32, 64) or group % 128 == 0 or group >= layout.num_inputs)
-        and (order is None or _has_whole_groups(order, group))
+        and (has_plain_order(weight) or _has_whole_groups(_order_of(weight), group))
     )
+
+
+def has_plain_order(weight: QuantizedWeight) -> bool:
+    """Return True if adjacent inputs have a scale, or no input has a group (-1)."""
+    order = _order_of(weight)
+    if order is None:
+        return True
+    if order.dtype != "I32":
+        return False
+    stored, plain = order.read_bytes(), _plain_order(weight.layout.num_inputs, weight.layout.inputs_per_scale)
+    return stored == plain or stored == b"\xff" * len(plain)
+
+
+def _order_of(weight: QuantizedWeight) -> StoredTensor | None:
+    return weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
+
+
+@cache
+def _plain_order(num_inputs: int, group_size: int) -> bytes:
+    """Return the groups of inputs of which adjacent ones have a scale, as a checkpoint stores them."""
+    return array("i", (index // group_size for index in range(num_inputs))).tobytes()
 
 
 def has_offsets(weight: QuantizedWeight, weights: Weights) -> bool:
@@ -214,20 +235,13 @@ def has_offsets(weight: QuantizedWeight, weights: Weights) -> bool:
     return not is_symmetric and not _OFFSETS.isdisjoint(weight.parts)
 
 
-def _has_whole_groups(order: StoredTensor, group_size: int) -> bool:
-    """Return True if each group but the last has `group_size` inputs, or no input has a group (-1)."""
-    if order.dtype != "I32":
+def _has_whole_groups(order: StoredTensor | None, group_size: int) -> bool:
+    """Return True if each group but the last has `group_size` inputs."""
+    if order is None or order.dtype != "I32":
         return False
     counts = Counter(memoryview(order.read_bytes()).cast("i"))
     last = max(counts)
-    return last < 0 or (counts[last] <= group_size and all(counts[group] == group_size for group in range(last)))
-
-
-def _is_plain_order(order: StoredTensor, group_size: int) -> bool:
-    if order.dtype != "I32":
-        return False
-    groups = memoryview(order.read_bytes()).cast("i")
-    return all(group == index // group_size for index, group in enumerate(groups))
+    return counts[last] <= group_size and all(counts[group] == group_size for group in range(last))
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization:

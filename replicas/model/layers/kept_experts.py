@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from replicas.model.checkpoint.expert_weights import DOWN, GATE_UP, ExpertWeights
+from replicas.model.checkpoint.expert_weights import ExpertWeights
 from replicas.model.checkpoint.formats import QuantizedWeight
 from replicas.model.checkpoint.quantized_linear import QuantizedLinear, concatenate
 from replicas.model.layers.experts import FusedExperts, PanelExpertLinear
@@ -22,8 +22,7 @@ def kept_experts(
     """Return experts with the activation and the biases of `original`, and with `weights` in panels on their device."""
     num_experts = original.num_experts
     assert isinstance(num_experts, int)
-    layers = ((GATE_UP, weights.gate_up), (DOWN, weights.down))
-    kept = {name: _stacked(parts, num_experts, read, products) for name, parts in layers}
+    kept = {name: _stacked(parts, num_experts, read, products) for name, parts in weights.layers.items()}
     return FusedExperts(original, PanelExpertLinear(products), kept)
 
 
