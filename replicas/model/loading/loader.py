@@ -30,11 +30,13 @@ from replicas.model.hardware.kernel_build import load_kernels
 from replicas.model.hardware.limits import cpu_limit
 from replicas.model.layers.embedding import guard_embedding
 from replicas.model.layers.fused_decoder import can_fuse
+from replicas.model.layers.kept_experts import round_experts
 from replicas.model.layers.latent_attention import store_checked_latents
 from replicas.model.layers.linear import choose_panels, kept_groups, kept_panels, plain_linear
 from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model, panel_products
 from replicas.model.layers.panels import PanelProducts, compile_panels
+from replicas.model.layers.rounding import ROUNDINGS
 from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.options import ModelOptions
@@ -318,6 +320,8 @@ def _optimize(
     if device.type == "cpu":
         if options.compile_layers:
             raise ModelLoadError("compile_layers is true, but the device is a CPU")
+        if options.quantization == "fp8":
+            round_experts(model, ROUNDINGS["fp8"], None)
         optimize_model(model, port, layers, cpu_modules(dtype, has_kernels, options.quantization))
         move_to_huge_pages(model)
         return
@@ -329,6 +333,8 @@ def _optimize(
     if is_compiled:
         guard_embedding(model, TorchLayerOps())
         return
+    if products is not None and options.quantization != "none":
+        round_experts(model, ROUNDINGS[options.quantization], products)
     make_linear = plain_linear if products is None else choose_panels(products, options.quantization)
     modules = cuda_modules(dtype, device, make_linear, batch_invariant=options.batch_invariant)
     guard_embedding(model, modules.ops)

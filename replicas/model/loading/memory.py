@@ -31,6 +31,7 @@ _JOINED = re.compile(r"\.(?:[qkv]|gate|up)_proj\.")
 """Parts of names by which weights differ that are joined to one layer."""
 _DENSE = re.compile(r"\.experts\.|\.kv_b_proj\.")
 """Parts of names of weights that become dense on a CPU: those of experts and of latent attention's heads."""
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "embeddings.weight", "wte.weight", "wpe.weight")
 _LEAST_CACHE_BYTES = 64 * 2**20
 
 
@@ -65,6 +66,8 @@ class GpuWeights:
 
     num_values: int
     num_bytes: int
+    num_bytes_in_fp8: int
+    """Bytes with `quantization=fp8`."""
     description: str
     """Formats of the weights and what becomes of them, for people."""
 
@@ -165,7 +168,24 @@ def weights_on_gpu(directory: Path, dtype: str, value_bytes: int, *, keeps_bits:
     }
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in kept.values())
     num_bytes = dense * value_bytes + sum(_panel_bytes(weight, weights) for weight in kept.values())
-    return GpuWeights(weights.num_values, num_bytes, weights.description(dtype, kept))
+    shapes = [weight.layout.shape for name, weight in weights.quantized.items() if name not in kept]
+    num_bytes_in_fp8 = num_bytes - _saved_by_fp8(weights, shapes, value_bytes)
+    return GpuWeights(weights.num_values, num_bytes, num_bytes_in_fp8, weights.description(dtype, kept))
+
+
+def _saved_by_fp8(weights: Weights, dequantized: Sequence[Sequence[int]], value_bytes: int) -> int:
+    """Return the bytes that rounding to fp8 saves. An output layer that shares the embedding's weight has a copy."""
+    plain = {name: tensor.shape for name, tensor in weights.plain.items() if len(tensor.shape) in (2, 3)}
+    embeddings = [shape for name, shape in plain.items() if name.endswith(_EMBEDDINGS)]
+    linears = [shape for name, shape in plain.items() if not name.endswith(_EMBEDDINGS)]
+    saved = sum(math.prod(shape) * value_bytes - _fp8_bytes(shape) for shape in (*linears, *dequantized))
+    has_output_layer = any(name.endswith("lm_head.weight") for name in (*weights.plain, *weights.quantized))
+    return saved - (0 if has_output_layer else sum(map(_fp8_bytes, embeddings)))
+
+
+def _fp8_bytes(shape: Sequence[int]) -> int:
+    """Return the bytes of a linear layer's weight, or those of experts, in 8 bits with a scale for each output."""
+    return math.prod(shape) + 4 * math.prod(shape[:-1])
 
 
 def _panel_bytes(weight: QuantizedWeight, weights: Weights) -> int:

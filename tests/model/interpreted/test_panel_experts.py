@@ -55,15 +55,17 @@ def test_products_are_those_of_the_definition(kind: str, num_tokens: int, is_bat
         assert output.dtype == dtype and float(error.max()) < TOLERANCES[dtype]
 
 
-FP8_IN_BLOCKS = "kept in 8 bits; activations stay in float32, not 8-bit float"
+FP8 = "kept in 8 bits; activations stay in float32, not 8-bit float"
 LINEARS = ("_proj.weight", *(f".experts.{number}.w{part}.weight" for number in range(4) for part in (1, 2, 3)))
 CHECKPOINTS = [
     ("gpt_oss-window", "MXFP4", "MXFP4, 4-bit, kept in 4 bits"),
-    ("qwen3_moe", "compressed-tensors FP8 blocks", FP8_IN_BLOCKS),
+    ("qwen3_moe", "compressed-tensors FP8 blocks", FP8),
     ("mixtral", "GPTQ", "GPTQ, 4-bit, kept in 4 bits"),
-    ("nemotron_h", "compressed-tensors FP8 blocks", FP8_IN_BLOCKS),
+    ("nemotron_h", "compressed-tensors FP8 blocks", FP8),
     pytest.param("lfm2_moe", "compressed-tensors W4A16", "4-bit, kept in 4 bits", marks=pytest.mark.deep),
-    pytest.param("minimax_m2", "FP8 per tensor", "kept in 8 bits; activations stay in float32, not FP8", marks=pytest.mark.deep),
+    pytest.param(
+        "minimax_m2", "FP8 per tensor", "kept in 8 bits; activations stay in float32, not FP8", marks=pytest.mark.deep
+    ),
     pytest.param("phimoe", "AWQ", "AWQ, 4-bit, kept in 4 bits", marks=pytest.mark.deep),
     pytest.param("qwen3_moe", "AWQ", "AWQ, 4-bit, kept in 4 bits", marks=pytest.mark.deep),
 ]
