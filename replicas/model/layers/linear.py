@@ -17,6 +17,7 @@ from replicas.errors import ModelLoadError
 from replicas.model.checkpoint.formats import QuantizedWeight, has_panels, is_kept
 from replicas.model.checkpoint.quantized_linear import IQ4_VALUES, QuantizedLinear
 from replicas.model.hardware.selfcheck import find_fault, relative_error
+from replicas.model.layers.float8_linear import Float8Linear, can_multiply_float8, round_rows
 from replicas.model.layers.panels import PanelLinear, PanelProducts, join_panels, panel_linear
 from replicas.model.layers.rounding import ROUNDINGS, quantize_fp8, quantize_int4, quantize_int8
 
@@ -66,7 +67,10 @@ def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> 
     compiled = _QUANTIZED.get(quantization, CppLinear) if has_kernels else packed
 
     def made(weight: Tensor, bias: Tensor | None) -> nn.Module:
-        if quantization == "fp8" and can_multiply(weight):  # No CPU kernel has such numbers: they become dense.
+        if quantization == "fp8_w8a8" and can_multiply_float8(weight):
+            return Float8Linear(weight, bias, round_rows)
+        if quantization in ("fp8", "fp8_w8a8") and can_multiply(weight):
+            # No CPU kernel has such numbers: they become dense.
             weight = quantize_fp8(weight).dense(weight.dtype)
         return (compiled if can_multiply(weight) else packed)(weight, bias)
 
@@ -79,6 +83,8 @@ def choose_panels(products: PanelProducts, quantization: str) -> LinearFactory:
         return plain_linear
 
     def rounded(weight: Tensor, bias: Tensor | None) -> nn.Module:
+        if quantization == "fp8_w8a8" and can_multiply_float8(weight):
+            return Float8Linear(weight, bias, products.round_rows)
         if not can_multiply(weight):
             return plain_linear(weight, bias)
         return panel_linear(products, ROUNDINGS[quantization](weight), bias, weight.dtype)

@@ -64,5 +64,6 @@ ROUNDINGS: Mapping[str, Callable[[Tensor], QuantizedLinear]] = {
     "int4": quantize_int4,
     "int8": quantize_int8,
     "fp8": quantize_fp8,
+    "fp8_w8a8": quantize_fp8,
 }
 """Map from a quantization to the function that rounds a weight [num_outputs, num_inputs]."""

@@ -29,6 +29,7 @@ from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
 from replicas.model.hardware.limits import cpu_limit
 from replicas.model.layers.embedding import guard_embedding
+from replicas.model.layers.float8_linear import check_float8
 from replicas.model.layers.fused_decoder import can_fuse
 from replicas.model.layers.kept_experts import round_experts
 from replicas.model.layers.latent_attention import store_checked_latents
@@ -181,7 +182,9 @@ def load_model(options: ModelOptions) -> LoadedModel:
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     products = choose_products(config, options, dtype, device)
     kept = kept_groups() if has_kernels else None if products is None else kept_panels(products)
-    weights = load_weights(options.path, config, dtype, device, kept=None if options.quantization == "int8" else kept)
+    if options.quantization in ("int8", "fp8_w8a8"):  # They round weights in other formats again.
+        kept = None
+    weights = load_weights(options.path, config, dtype, device, kept=kept)
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
     remove_waits(model)
     if isinstance(model, TextEncoder) and tells_pairs_apart(config):
@@ -285,6 +288,12 @@ def choose_products(
     products = panel_products(dtype, device, batch_invariant=options.batch_invariant)
     if products is None and is_rounded:
         raise ModelLoadError(f"quantization is {options.quantization!r}, whose kernels do not work on {device}")
+    if products is not None and options.quantization == "fp8_w8a8":
+        if options.batch_invariant:
+            raise ModelLoadError("batch_invariant is true, which contradicts quantization ('fp8_w8a8')")
+        fault = check_float8(products.round_rows, dtype, device)
+        if fault is not None:
+            raise ModelLoadError(f"quantization is 'fp8_w8a8', whose products do not work on {device}: {fault}")
     return products
 
 
@@ -320,8 +329,8 @@ def _optimize(
     if device.type == "cpu":
         if options.compile_layers:
             raise ModelLoadError("compile_layers is true, but the device is a CPU")
-        if options.quantization == "fp8":
-            round_experts(model, ROUNDINGS["fp8"], None)
+        if options.quantization in ("fp8", "fp8_w8a8"):
+            round_experts(model, ROUNDINGS[options.quantization], None)
         optimize_model(model, port, layers, cpu_modules(dtype, has_kernels, options.quantization))
         move_to_huge_pages(model)
         return

@@ -189,7 +189,7 @@ def test_rounding_to_fp8_is_to_the_nearest(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     nearest = (weight.float()[..., None] / rounded.scales[..., None] - codes[codes.isfinite()]).abs().amin(-1)
     error = (rounded.dense(torch.float32) - weight.float()).abs() / rounded.scales
-    torch.testing.assert_close(error, nearest, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(error, nearest, rtol=1e-5, atol=1e-4)
     assert rounded.numbers.float().abs().amax(1).tolist() == [0.0 if row == 3 else 448.0 for row in range(40)]
 
 
