@@ -90,6 +90,12 @@ def most_rows(panel_format: PanelFormat, unit_bytes: int) -> int:
     return _MOST_ROWS_OF_SLOW if is_slow else _MOST_ROWS
 
 
+def row_division(size: int) -> tuple[int, int]:
+    """Return the width of the program that rounds a row of `size` numbers, and its warps."""
+    width = int(triton.next_power_of_2(size))
+    return width, max(1, min(_MOST_WARPS, width // _WARP_NUMBERS))
+
+
 class TritonPanels:
     """`PanelProducts` in Triton's kernels. All layers share one scratch for widened weights."""
 
@@ -170,8 +176,7 @@ class TritonPanels:
         """See `float8_linear.RowRounding`."""
         num_rows, size = rows.shape
         numbers, scales = rows.new_empty(rows.shape, dtype=torch.uint8), rows.new_empty(num_rows, dtype=torch.float32)
-        width = int(triton.next_power_of_2(size))
-        num_warps = max(1, min(_MOST_WARPS, width // _WARP_NUMBERS))
+        width, num_warps = row_division(size)
         round_rows_kernel[(num_rows,)](rows, numbers, scales, SIZE=size, WIDTH=width, num_warps=num_warps)
         return numbers.view(torch.float8_e4m3fn), scales
 

@@ -40,7 +40,7 @@ from replicas.model.layers.panels import PanelProducts, compile_panels
 from replicas.model.layers.rounding import ROUNDINGS
 from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
-from replicas.model.loading.options import ModelOptions
+from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions
 from replicas.model.loading.weights import load_weights
 from replicas.model.pooling.encoder import (
     TextEncoder,
@@ -182,7 +182,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     products = choose_products(config, options, dtype, device)
     kept = kept_groups() if has_kernels else None if products is None else kept_panels(products)
-    if options.quantization in ("int8", "fp8_w8a8"):  # They round weights in other formats again.
+    if options.quantization in ROUNDS_AGAIN:
         kept = None
     weights = load_weights(options.path, config, dtype, device, kept=kept)
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.

@@ -130,7 +130,10 @@ def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, An
     packed_weights = [
         weight
         for weight in weights.quantized.values()
-        if has_kernels and model.quantization != "int8" and is_kept(weight) and not _DENSE.search(weight.name)
+        if has_kernels
+        and model.quantization not in ("int8", "fp8_w8a8")
+        and is_kept(weight)
+        and not _DENSE.search(weight.name)
     ]
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in packed_weights)
     if config["tie_word_embeddings"] and not {"lm_head.weight"} & (weights.plain.keys() | weights.quantized.keys()):

@@ -10,6 +10,8 @@ from replicas.settings import check_bounds, setting
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["none", "int4", "int8", "fp8", "fp8_w8a8"]
+ROUNDS_AGAIN: tuple[Quantization, ...] = ("int8", "fp8_w8a8")
+"""Quantizations that also round weights which a checkpoint has in 4 or 8 bits."""
 KVCacheDtype = Literal["auto", "fp8", "int8"]
 
 DEFAULT_KERNEL_CACHE_DIR = "~/.cache/headway"
@@ -44,9 +46,9 @@ class ModelOptions:
     quantization: Quantization = setting("none")
     """Rounding of the weights of linear layers as they are loaded, on a GPU of experts too: int8 and fp8 (e4m3) with
     one scale for each output, int4 with one for every 32 inputs. They save memory and time, cost some quality, and need
-    the compiled kernels, on a GPU Triton's. fp8_w8a8 also rounds inputs of linear layers to fp8, and is for long
-    prompts on GPUs with such products (compute capability 8.9 and above). On a CPU both have the same values in
-    `dtype`, and save nothing. none: weights stay as the checkpoint has them."""
+    the compiled kernels, on a GPU Triton's. fp8_w8a8 also rounds the inputs of linear layers, and is for long prompts
+    on GPUs that multiply fp8 (compute capability 8.9 and above). On a CPU fp8 and fp8_w8a8 have the same values, also
+    of experts, and save nothing. none: weights stay as the checkpoint has them."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
