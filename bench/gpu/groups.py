@@ -35,7 +35,7 @@ from bench.gpu.model_checks import (
 )
 from replicas.engine.config import EngineLimits
 from replicas.model.build import build_runner, warm_up
-from replicas.model.loading.options import Device, Dtype, RunnerOptions
+from replicas.model.loading.options import Device, Dtype, KVCacheDtype, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import SamplingParams
 from testkit.model.paged_cases import KINDS, Chunks
@@ -60,6 +60,7 @@ _SAMPLED: Mapping[str, SamplingParams] = {
     "5 logprobs": SamplingParams(max_tokens=8, temperature=0.0, logprobs=5),
     "penalties": SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=1.1, presence_penalty=0.5),
 }
+_CACHE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 _LIBRARIES = ("torch", "triton", "transformers", "flash-attn-3", "flash-attn", "flashinfer-python", "kernels")
 _ATTENTION_ADVICE = "attention_backend=gather avoids these kernels; see replicas/model/attention/triton_kernels.py"
 _GRAPH_ADVICE = "enforce_eager=true avoids graphs; see replicas/model/cuda_graphs/graphs.py"
@@ -126,7 +127,7 @@ def _panel_times(target: Target) -> Outcome:
 
 def _times(target: Target) -> Iterable[Group]:
     runs = (
-        ("steps", _steps), ("windows", _windows), ("prefill", _prefill), ("sampling", _sampling),
+        ("steps", _steps), ("caches in 8 bits", _small_caches), ("windows", _windows), ("prefill", _prefill), ("sampling", _sampling),
         ("recurrence", _recurrence),
         ("batch-invariant steps", _invariant_steps), ("profile", _profile),
     )  # fmt: skip
@@ -185,6 +186,12 @@ def _kernel_items(target: Target) -> Iterable[Item]:
         for dtype in (FLOAT32,) if target.is_tiny else dtypes:
             check = partial(check_layer, name, replace(layer, dtype=dtype), target.device, mixtures)
             yield _checked(f"{name} in {dtype}", check, _ATTENTION_ADVICE)
+    advice = "kv_cache_dtype=auto avoids it; see replicas/model/attention/triton_kernels.py"
+    for name in ("llama-3.1-8b",) if target.is_tiny else ("llama-3.1-8b", "gpt-oss-20b", "deepseek-v3"):
+        for cache_dtype in _CACHE_DTYPES[:1] if target.is_tiny else _CACHE_DTYPES:
+            layer = replace(LAYERS[name], dtype=FLOAT32 if target.is_tiny else BFLOAT16, cache_dtype=cache_dtype)
+            check = partial(check_layer, name, layer, target.device, mixtures)
+            yield _checked(f"{name} with a cache in {cache_dtype}", check, advice)
 
 
 def _small_items(target: Target) -> Iterable[Item]:
@@ -322,6 +329,24 @@ def _steps(target: Target) -> Outcome:
     times = [measure_decode(runner, size, context, GREEDY) for size in sizes if size <= limits.max_num_seqs]
     times.append(measure_decode(runner, sizes[1], context, SamplingParams(max_tokens=8, top_p=0.95)))
     times += [measure_prefill(runner, num_tokens) for num_tokens in chunks]
+    return Outcome(None, _shown(times), {"steps": list(map(asdict, times))})
+
+
+def _small_caches(target: Target) -> Outcome:
+    """Time decodes of long sequences with a KV cache in each format."""
+    config, dtype = _model(target)
+    limits = EngineLimits(max_num_seqs=64, max_num_batched_tokens=256 if target.is_tiny else 2048)
+    size, context = (4, 100) if target.is_tiny else (64, 8192)
+    formats: tuple[KVCacheDtype, ...] = ("auto", "fp8", "int8")
+    times = []
+    for cache in formats:
+        options = RunnerOptions(kv_cache_bytes=2**24, kv_cache_dtype=cache)
+        runner = build_runner(random_model(config, dtype, target.device), limits, options)
+        warm_up(runner, limits)
+        step = measure_decode(runner, size, context, GREEDY)
+        times.append(replace(step, step=f"cache {cache} {step.step}"))
+        del runner
+        release()
     return Outcome(None, _shown(times), {"steps": list(map(asdict, times))})
 
 

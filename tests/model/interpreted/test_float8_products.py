@@ -33,7 +33,7 @@ def test_rows_are_rounded_as_by_the_definition(dtype: torch.dtype, size: int) ->
     numbers, scales = TritonPanels(CPU).round_rows(rows)
     expected, expected_scales = round_rows(rows)
     assert torch.equal(codes(numbers[:5]), codes(expected[:5]))
-    torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(scales[:5], expected_scales[:5], rtol=1e-6, atol=0)
     assert not scales[5:].isfinite().any() and scales[:5].isfinite().all()
 
 
