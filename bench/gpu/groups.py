@@ -127,8 +127,8 @@ def _panel_times(target: Target) -> Outcome:
 
 def _times(target: Target) -> Iterable[Group]:
     runs = (
-        ("steps", _steps), ("caches in 8 bits", _small_caches), ("windows", _windows), ("prefill", _prefill), ("sampling", _sampling),
-        ("recurrence", _recurrence),
+        ("steps", _steps), ("windows", _windows), ("prefill", _prefill), ("sampling", _sampling),
+        ("recurrence", _recurrence), ("caches in 8 bits", _small_caches),
         ("batch-invariant steps", _invariant_steps), ("profile", _profile),
     )  # fmt: skip
     yield Group("times", "steps", tuple(Item(name, partial(run, target)) for name, run in runs))

@@ -67,6 +67,12 @@ CHECKPOINTS = [
         "minimax_m2", "FP8 per tensor", "kept in 8 bits; activations stay in float32, not FP8", marks=pytest.mark.deep
     ),
     pytest.param("phimoe", "AWQ", "AWQ, 4-bit, kept in 4 bits", marks=pytest.mark.deep),
+    pytest.param(
+        "nemotron_h",
+        "NVFP4 of modelopt",
+        "4-bit, kept in 4 bits; activations stay in float32, not FP4",
+        marks=pytest.mark.deep,
+    ),
     pytest.param("qwen3_moe", "AWQ", "AWQ, 4-bit, kept in 4 bits", marks=pytest.mark.deep),
 ]
 

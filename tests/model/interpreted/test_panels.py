@@ -219,6 +219,9 @@ KEPT = {
     "GPTQ 8 bits": "8-bit, kept in 8 bits",
     "FP8 of Llama": "8-bit, kept in 8 bits; activations stay in float32, not FP8",
     "FP8 per tensor": "8-bit, kept in 8 bits; activations stay in float32, not FP8",
+    "FP8 of modelopt": "8-bit, kept in 8 bits; activations stay in float32, not FP8",
+    "NVFP4 of modelopt": "4-bit, kept in 4 bits; activations stay in float32, not FP4",
+    "compressed-tensors NVFP4": "4-bit, kept in 4 bits; activations stay in float32, not 4-bit float",
     "bitsandbytes int8": "8-bit, kept in 8 bits; activations stay in float32, not 8-bit int",
 }
 """Formats, and the end of the words about what becomes of their weights on a GPU."""
@@ -236,7 +239,13 @@ def load_in_panels(path: Path, products: TritonPanels, quantization: str = "none
     return replace(load(path), model=model, port=port, layers=layers, weights=weights.description)
 
 
-QUICK_FORMATS = ("AWQ", "GPTQ desc_act", "compressed-tensors FP8 blocks", "compressed-tensors W8A8")
+QUICK_FORMATS = (
+    "AWQ",
+    "GPTQ desc_act",
+    "compressed-tensors FP8 blocks",
+    "compressed-tensors W8A8",
+    "NVFP4 of modelopt",
+)
 
 
 @pytest.mark.sampled(2)
