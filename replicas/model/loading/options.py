@@ -46,9 +46,8 @@ class ModelOptions:
     quantization: Quantization = setting("none")
     """Rounding of the weights of linear layers as they are loaded, on a GPU of experts too: int8 and fp8 (e4m3) with
     one scale for each output, int4 with one for every 32 inputs. They save memory and time, cost some quality, and need
-    the compiled kernels, on a GPU Triton's. fp8_w8a8 also rounds the inputs of linear layers, and is for long prompts
-    on GPUs that multiply fp8 (compute capability 8.9 and above). On a CPU fp8 and fp8_w8a8 have the same values, also
-    of experts, and save nothing. none: weights stay as the checkpoint has them."""
+    the compiled kernels, on a GPU Triton's. fp8_w8a8 also rounds inputs, on GPUs of compute capability 8.9 and above.
+    On a CPU fp8 and fp8_w8a8 have the same values and save nothing. none: weights stay as the checkpoint has them."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
