@@ -100,7 +100,14 @@ def _correctness(target: Target) -> Iterable[Group]:
 
 
 def _panels(target: Target) -> Iterable[Group]:
-    from bench.gpu.panel_times import EXPERTS, FORMS, TINY_EXPERTS, check_kept_experts, check_panel_products
+    from bench.gpu.panel_times import (
+        EXPERTS,
+        FORMS,
+        TINY_EXPERTS,
+        check_float8_products,
+        check_kept_experts,
+        check_panel_products,
+    )
 
     dtype = torch.float32 if target.is_tiny else torch.bfloat16
     advice = "a checkpoint in 16 bits avoids it; see replicas/model/layers/triton_panel_kernels.py"
@@ -112,15 +119,16 @@ def _panels(target: Target) -> Iterable[Group]:
         f"experts of {name}": partial(check_kept_experts, name, dtype, target.device, is_tiny=target.is_tiny)
         for name in (TINY_EXPERTS if target.is_tiny else EXPERTS)
     }
+    checks["fp8_w8a8"] = partial(check_float8_products, dtype, target.device)
     items = tuple(_checked(form, check, advice) for form, check in checks.items())
     yield Group("panels", "panels", (*items, Item("products", partial(_panel_times, target), limit_s=240.0)))
 
 
 def _panel_times(target: Target) -> Outcome:
-    from bench.gpu.panel_times import measure_experts, measure_panels
+    from bench.gpu.panel_times import measure_experts, measure_float8, measure_panels
 
-    device, is_tiny = target.device, target.is_tiny
-    times = [*measure_panels(device, is_tiny=is_tiny), *measure_experts(device, is_tiny=is_tiny)]
+    measures = (measure_panels, measure_experts, measure_float8)
+    times = [time for measure in measures for time in measure(target.device, is_tiny=target.is_tiny)]
     detail = "; ".join(f"{time.form} {time.rows} {time.us:.0f} us ({time.bfloat16_us:.0f} in bf16)" for time in times)
     return Outcome(None, detail, {"products": list(map(asdict, times))})
 
