@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
 from replicas.model.checkpoint.expert_weights import DOWN, GATE_UP, UP, ExpertWeights
@@ -60,19 +60,18 @@ def round_experts(
             weights = {each: _matrices(child, each) for each in (GATE_UP if child.has_gate else UP, DOWN)}
             if any(matrices.shape[2] % _INPUTS_UNIT for matrices in weights.values()):
                 continue
+            rounded = {each: map(quantize, matrices) for each, matrices in weights.items()}
             if products is not None:
-                kept = {each: _rounded(matrices, quantize) for each, matrices in weights.items()}
+                kept = {each: Panels.stack([*map(pack_panels, experts)]) for each, experts in rounded.items()}
                 setattr(parent, name, FusedExperts(child, PanelExpertLinear(products), kept))
                 continue
-            for matrix in chain.from_iterable(weights.values()):
-                matrix.copy_(quantize(matrix).dense(matrix.dtype))
+            for each, experts in rounded.items():
+                dense = torch.stack([expert.dense(weights[each].dtype) for expert in experts])
+                dense = dense.transpose(1, 2).contiguous() if child.is_transposed else dense
+                setattr(child, each, nn.Parameter(dense, requires_grad=False))
 
 
 def _matrices(experts: nn.Module, name: str) -> Tensor:
     """Return a layer's weights as [num_experts, num_outputs, num_inputs], a view."""
     weights = experts.get_parameter(name).detach()
     return weights.transpose(1, 2) if experts.is_transposed else weights
-
-
-def _rounded(matrices: Tensor, quantize: Callable[[Tensor], QuantizedLinear]) -> Panels:
-    return Panels.stack([pack_panels(quantize(matrix)) for matrix in matrices])

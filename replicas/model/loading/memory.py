@@ -18,7 +18,7 @@ from replicas.model.checkpoint.expert_weights import find_expert_weights
 from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_offsets, has_panels, is_kept
 from replicas.model.hardware.processor import value_bytes_on_cpu
 from replicas.model.loading.checks import read_weights
-from replicas.model.loading.options import ModelOptions, RunnerOptions
+from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions, RunnerOptions
 
 _GIB = 2**30
 _PROCESS_BYTES = 300 * 2**20
@@ -127,13 +127,11 @@ def _remedy(needed: ReplicaMemory, available_bytes: int, num_replicas: int) -> s
 def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, Any], value_bytes: int) -> int:
     """Return the bytes of all weights. An output layer that shares the embedding's weight has a packed copy of it."""
     has_kernels = model.kernel_cache_dir is not None and any(map(shutil.which, _COMPILERS)) and model.dtype != "float16"
+    keeps_bits = has_kernels and model.quantization not in ROUNDS_AGAIN
     packed_weights = [
         weight
         for weight in weights.quantized.values()
-        if has_kernels
-        and model.quantization not in ("int8", "fp8_w8a8")
-        and is_kept(weight)
-        and not _DENSE.search(weight.name)
+        if keeps_bits and is_kept(weight) and not _DENSE.search(weight.name)
     ]
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in packed_weights)
     if config["tie_word_embeddings"] and not {"lm_head.weight"} & (weights.plain.keys() | weights.quantized.keys()):

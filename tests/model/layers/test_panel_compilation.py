@@ -41,6 +41,7 @@ FORMS = {
     "q4_k": Form(PanelFormat.INT4, 32, "*fp32", "*fp32"),
     "iq4": Form(PanelFormat.TABLE4, 32, "*fp32"),
     "fp4": Form(PanelFormat.FLOAT4, 32, "*bf16"),
+    "nvfp4": Form(PanelFormat.FLOAT4, 16, "*fp32"),
     "int8": Form(PanelFormat.INT8, WHOLE, "*fp32"),
     "q8_0": Form(PanelFormat.INT8, 32, "*fp32"),
     "q6_k": Form(PanelFormat.INT8, 16, "*fp32"),
