@@ -66,7 +66,6 @@ CHECKPOINTS = [
     pytest.param(
         "minimax_m2", "FP8 per tensor", "kept in 8 bits; activations stay in float32, not FP8", marks=pytest.mark.deep
     ),
-    pytest.param("phimoe", "AWQ", "AWQ, 4-bit, kept in 4 bits", marks=pytest.mark.deep),
     pytest.param(
         "nemotron_h",
         "NVFP4 of modelopt",
