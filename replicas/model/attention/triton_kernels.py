@@ -432,16 +432,12 @@ def combine_kernel(
 def widened(numbers, DTYPE: tl.constexpr, IS_FLOAT8: tl.constexpr):
     """Return bytes of the cache as numbers; those of float8 are divided by _WIDENED_FACTOR.
 
-    For bfloat16 the bits are made, since devices convert few numbers at a time: 0x4300 | n is 128 + n for n < 128 and
-    0x4380 is 256; those of a float8 number in the fields of bfloat16 are 2 ** -120 times its value.
+    A float8 number's bits, moved to the fields of bfloat16, are 2 ** -120 times its value. A product makes it whole;
+    devices convert fewer numbers at a time.
     """
-    if DTYPE.is_bf16():
-        bits = numbers.to(tl.int16)
-        if IS_FLOAT8:
-            numbers = ((bits << 4) & -30736).to(tl.bfloat16, bitcast=True) * 5.192296858534828e33  # 2 ** 112
-        else:
-            low = ((bits & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True)
-            numbers = low - ((bits & 0x80) | 0x4300).to(tl.bfloat16, bitcast=True)
+    if IS_FLOAT8 and DTYPE.is_bf16():
+        bits = (numbers.to(tl.int16) << 4) & -30736  # 0x87F0
+        numbers = bits.to(tl.bfloat16, bitcast=True) * 5.192296858534828e33  # 2 ** 112
     elif IS_FLOAT8:
         # The extension of the sign sets bits 15 and 14. Bit 14 is not part of the number.
         numbers = ((numbers.to(tl.int16) << 7) & -16385).to(tl.float16, bitcast=True)
