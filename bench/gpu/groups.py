@@ -341,15 +341,17 @@ def _steps(target: Target) -> Outcome:
 
 
 def _small_caches(target: Target) -> Outcome:
-    """Time decodes of long sequences with a KV cache in each format."""
-    config, dtype = _model(target)
+    """Time decodes of long sequences of Llama-3.1-8B's shape with a KV cache in each format."""
+    from bench.gpu.kernel_times import SHAPES
+
+    config, dtype = (TINY, torch.float32) if target.is_tiny else (SHAPES["Llama-3.1-8B"], torch.bfloat16)
     limits = EngineLimits(max_num_seqs=64, max_num_batched_tokens=256 if target.is_tiny else 2048)
     size, context = (4, 100) if target.is_tiny else (64, 8192)
+    loaded = random_model(config, dtype, target.device)
     formats: tuple[KVCacheDtype, ...] = ("auto", "fp8", "int8")
     times = []
     for cache in formats:
-        options = RunnerOptions(kv_cache_bytes=2**24, kv_cache_dtype=cache)
-        runner = build_runner(random_model(config, dtype, target.device), limits, options)
+        runner = build_runner(loaded, limits, RunnerOptions(kv_cache_bytes=2**24, kv_cache_dtype=cache))
         warm_up(runner, limits)
         step = measure_decode(runner, size, context, GREEDY)
         times.append(replace(step, step=f"cache {cache} {step.step}"))
