@@ -64,6 +64,8 @@ def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> 
     packed = PackedLinear if can_pack(dtype) else plain_linear
     if not has_kernels and quantization in _QUANTIZED:
         raise ModelLoadError(f"quantization is {quantization!r}, which needs the compiled CPU kernels")
+    if not has_kernels and quantization == "none":
+        return packed
     compiled = _QUANTIZED.get(quantization, CppLinear) if has_kernels else packed
 
     def made(weight: Tensor, bias: Tensor | None) -> nn.Module:

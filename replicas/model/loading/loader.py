@@ -289,8 +289,6 @@ def choose_products(
     if products is None and is_rounded:
         raise ModelLoadError(f"quantization is {options.quantization!r}, whose kernels do not work on {device}")
     if products is not None and options.quantization == "fp8_w8a8":
-        if options.batch_invariant:
-            raise ModelLoadError("batch_invariant is true, which contradicts quantization ('fp8_w8a8')")
         fault = check_float8(products.round_rows, dtype, device)
         if fault is not None:
             raise ModelLoadError(f"quantization is 'fp8_w8a8', whose products do not work on {device}: {fault}")

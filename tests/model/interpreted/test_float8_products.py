@@ -79,14 +79,10 @@ def test_a_gpu_without_such_products_is_refused(monkeypatch: pytest.MonkeyPatch)
     config = read_config(str(cached_checkpoint("llama")))
     monkeypatch.setattr(loader, "panel_products", lambda *_, **__: TritonPanels(CPU))
 
-    def chosen(**changes: bool) -> object:
-        options = ModelOptions("x", quantization="fp8_w8a8", **changes)
-        return loader.choose_products(config, options, torch.float32, torch.device("cuda"))
-
+    options = ModelOptions("x", quantization="fp8_w8a8")
+    gpu = torch.device("cuda")
     monkeypatch.setattr(loader, "check_float8", lambda *_: None)
-    assert isinstance(chosen(), TritonPanels)
-    with pytest.raises(ModelLoadError, match=r"batch_invariant is true, which contradicts quantization \('fp8_w8a8'\)"):
-        chosen(batch_invariant=True)
+    assert isinstance(loader.choose_products(config, options, torch.float32, gpu), TritonPanels)
     monkeypatch.setattr(loader, "check_float8", lambda *_: "RuntimeError: capability 8.0")
     with pytest.raises(ModelLoadError, match="products do not work on cuda: RuntimeError: capability"):
-        chosen()
+        loader.choose_products(config, options, torch.float32, gpu)
