@@ -282,6 +282,8 @@ class HeadwayConfig(_SettingsOfParts):
             raise ValueError("device (cpu) and compile_layers (true) contradict each other")
         if options.model.batch_invariant and backend in ("flash", "gather"):
             raise ValueError(f"batch_invariant (true) and attention_backend ({backend}) contradict each other")
+        if options.model.batch_invariant and options.model.quantization == "fp8_w8a8":
+            raise ValueError("batch_invariant (true) and quantization (fp8_w8a8) contradict each other")
         if device == "cuda" and self.num_gpus_per_replica == 0:
             raise ValueError("device (cuda) and num_gpus_per_replica (0) contradict each other")
         return self

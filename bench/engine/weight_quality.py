@@ -33,6 +33,7 @@ from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.select import choose_attention
 from replicas.model.batch.inputs import build_inputs
 from replicas.model.hardware.device import choose_cache_dtype
+from replicas.model.layers.rounding import ROUNDINGS
 from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.loading.options import ModelOptions
 from replicas.protocol import GenerateRequest, SamplingParams
@@ -149,7 +150,7 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", action="append", required=True, metavar="NAME=PATH", help="directory, hub id or GGUF file"
     )
-    parser.add_argument("--quantization", nargs="*", default=[], choices=["int8", "int4"])
+    parser.add_argument("--quantization", nargs="*", default=[], choices=list(ROUNDINGS))
     parser.add_argument("--kv-cache", nargs="*", default=[], choices=["int8", "fp8"])
     parser.add_argument("--rounded", nargs="*", default=[], choices=list(METHODS))
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="interpreter of an environment with llama-cpp-python")

@@ -35,7 +35,7 @@ from bench.gpu.model_checks import (
 )
 from replicas.engine.config import EngineLimits
 from replicas.model.build import build_runner, warm_up
-from replicas.model.loading.options import Device, Dtype, RunnerOptions
+from replicas.model.loading.options import Device, Dtype, KVCacheDtype, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import SamplingParams
 from testkit.model.paged_cases import KINDS, Chunks
@@ -60,6 +60,7 @@ _SAMPLED: Mapping[str, SamplingParams] = {
     "5 logprobs": SamplingParams(max_tokens=8, temperature=0.0, logprobs=5),
     "penalties": SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=1.1, presence_penalty=0.5),
 }
+_CACHE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 _LIBRARIES = ("torch", "triton", "transformers", "flash-attn-3", "flash-attn", "flashinfer-python", "kernels")
 _ATTENTION_ADVICE = "attention_backend=gather avoids these kernels; see replicas/model/attention/triton_kernels.py"
 _GRAPH_ADVICE = "enforce_eager=true avoids graphs; see replicas/model/cuda_graphs/graphs.py"
@@ -99,7 +100,14 @@ def _correctness(target: Target) -> Iterable[Group]:
 
 
 def _panels(target: Target) -> Iterable[Group]:
-    from bench.gpu.panel_times import EXPERTS, FORMS, TINY_EXPERTS, check_kept_experts, check_panel_products
+    from bench.gpu.panel_times import (
+        EXPERTS,
+        FORMS,
+        TINY_EXPERTS,
+        check_float8_products,
+        check_kept_experts,
+        check_panel_products,
+    )
 
     dtype = torch.float32 if target.is_tiny else torch.bfloat16
     advice = "a checkpoint in 16 bits avoids it; see replicas/model/layers/triton_panel_kernels.py"
@@ -111,15 +119,16 @@ def _panels(target: Target) -> Iterable[Group]:
         f"experts of {name}": partial(check_kept_experts, name, dtype, target.device, is_tiny=target.is_tiny)
         for name in (TINY_EXPERTS if target.is_tiny else EXPERTS)
     }
+    checks["fp8_w8a8"] = partial(check_float8_products, dtype, target.device)
     items = tuple(_checked(form, check, advice) for form, check in checks.items())
     yield Group("panels", "panels", (*items, Item("products", partial(_panel_times, target), limit_s=240.0)))
 
 
 def _panel_times(target: Target) -> Outcome:
-    from bench.gpu.panel_times import measure_experts, measure_panels
+    from bench.gpu.panel_times import measure_experts, measure_float8, measure_panels
 
-    device, is_tiny = target.device, target.is_tiny
-    times = [*measure_panels(device, is_tiny=is_tiny), *measure_experts(device, is_tiny=is_tiny)]
+    measures = (measure_panels, measure_experts, measure_float8)
+    times = [time for measure in measures for time in measure(target.device, is_tiny=target.is_tiny)]
     detail = "; ".join(f"{time.form} {time.rows} {time.us:.0f} us ({time.bfloat16_us:.0f} in bf16)" for time in times)
     return Outcome(None, detail, {"products": list(map(asdict, times))})
 
@@ -127,7 +136,7 @@ def _panel_times(target: Target) -> Outcome:
 def _times(target: Target) -> Iterable[Group]:
     runs = (
         ("steps", _steps), ("windows", _windows), ("prefill", _prefill), ("sampling", _sampling),
-        ("recurrence", _recurrence),
+        ("recurrence", _recurrence), ("caches in 8 bits", _small_caches),
         ("batch-invariant steps", _invariant_steps), ("profile", _profile),
     )  # fmt: skip
     yield Group("times", "steps", tuple(Item(name, partial(run, target)) for name, run in runs))
@@ -185,6 +194,12 @@ def _kernel_items(target: Target) -> Iterable[Item]:
         for dtype in (FLOAT32,) if target.is_tiny else dtypes:
             check = partial(check_layer, name, replace(layer, dtype=dtype), target.device, mixtures)
             yield _checked(f"{name} in {dtype}", check, _ATTENTION_ADVICE)
+    advice = "kv_cache_dtype=auto avoids it; see replicas/model/attention/triton_kernels.py"
+    for name in ("llama-3.1-8b",) if target.is_tiny else ("llama-3.1-8b", "gpt-oss-20b", "deepseek-v3"):
+        for cache_dtype in _CACHE_DTYPES[:1] if target.is_tiny else _CACHE_DTYPES:
+            layer = replace(LAYERS[name], dtype=FLOAT32 if target.is_tiny else BFLOAT16, cache_dtype=cache_dtype)
+            check = partial(check_layer, name, layer, target.device, mixtures)
+            yield _checked(f"{name} with a cache in {cache_dtype}", check, advice)
 
 
 def _small_items(target: Target) -> Iterable[Item]:
@@ -322,6 +337,26 @@ def _steps(target: Target) -> Outcome:
     times = [measure_decode(runner, size, context, GREEDY) for size in sizes if size <= limits.max_num_seqs]
     times.append(measure_decode(runner, sizes[1], context, SamplingParams(max_tokens=8, top_p=0.95)))
     times += [measure_prefill(runner, num_tokens) for num_tokens in chunks]
+    return Outcome(None, _shown(times), {"steps": list(map(asdict, times))})
+
+
+def _small_caches(target: Target) -> Outcome:
+    """Time decodes of long sequences of Llama-3.1-8B's shape with a KV cache in each format."""
+    from bench.gpu.kernel_times import SHAPES
+
+    config, dtype = (TINY, torch.float32) if target.is_tiny else (SHAPES["Llama-3.1-8B"], torch.bfloat16)
+    limits = EngineLimits(max_num_seqs=64, max_num_batched_tokens=256 if target.is_tiny else 2048)
+    size, context = (4, 100) if target.is_tiny else (64, 8192)
+    loaded = random_model(config, dtype, target.device)
+    formats: tuple[KVCacheDtype, ...] = ("auto", "fp8", "int8")
+    times = []
+    for cache in formats:
+        runner = build_runner(loaded, limits, RunnerOptions(kv_cache_bytes=2**24, kv_cache_dtype=cache))
+        warm_up(runner, limits)
+        step = measure_decode(runner, size, context, GREEDY)
+        times.append(replace(step, step=f"cache {cache} {step.step}"))
+        del runner
+        release()
     return Outcome(None, _shown(times), {"steps": list(map(asdict, times))})
 
 

@@ -78,7 +78,8 @@ def check_layer(name: str, layer: Case, device: str, mixtures: dict[str, Chunks]
     }
     where, worst = max(errors.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
     detail = f"largest error {worst:.1e} ({where}), {time.perf_counter() - started_s:.0f} s"
-    return Check(f"kernels for {name} in {layer.dtype}", worst < TOLERANCES[layer.dtype], detail)
+    cache = "" if layer.cache_dtype is None else f" with a cache in {layer.cache_dtype}"
+    return Check(f"kernels for {name} in {layer.dtype}{cache}", worst < TOLERANCES[layer.dtype], detail)
 
 
 STATES = {

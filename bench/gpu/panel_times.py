@@ -17,6 +17,7 @@ from bench.gpu.model_checks import Check
 from replicas.model.checkpoint.quantized_linear import FP4_VALUES, QuantizedLinear
 from replicas.model.hardware.selfcheck import TOLERANCES, relative_error
 from replicas.model.layers.experts import ExpertLayer, ExpertLinear, PanelExpertLinear, Routing
+from replicas.model.layers.float8_linear import Float8Linear, check_float8
 from replicas.model.layers.linear import plain_linear
 from replicas.model.layers.panels import PanelLinear, Panels, pack_panels, panel_linear
 from replicas.model.layers.triton_experts import expert_linear
@@ -29,7 +30,7 @@ FORMS = {
 """Bits of a number, and inputs of a scale."""
 LAYER = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
 """Outputs and inputs of the products of a layer of Llama-3.1-8B."""
-TINY = {"small": (72, 96)}
+TINY, FLOAT8_TINY = {"small": (72, 96)}, {"small": (80, 96)}
 EXPERTS = {
     "gpt-oss-20b": ("fp4 by 32", 32, 4, ((5760, 2880), (2880, 2880))),
     "qwen3-30b-a3b": ("fp8 by 128", 128, 8, ((1536, 2048), (2048, 768))),
@@ -102,6 +103,29 @@ def measure_panels(device: str, *, is_tiny: bool) -> list[PanelTime]:
             wide = _us(_products(dense, inputs), place) / copies
             times.append(PanelTime(form, f"{number} rows", kept, wide))
     return times
+
+
+@torch.inference_mode()
+def measure_float8(device: str, *, is_tiny: bool) -> list[PanelTime]:
+    """Time the products of a layer whose inputs are rounded, too, as `measure_panels` does."""
+    place, dtype = torch.device(device), torch.float32 if is_tiny else torch.bfloat16
+    shapes, copies = (FLOAT8_TINY, 1) if is_tiny else (LAYER, _COPIES)
+    weights = [torch.randn(shape, device=place).to(dtype) for _ in range(copies) for shape in shapes.values()]
+    layers = [Float8Linear(weight, None, TritonPanels(place).round_rows) for weight in weights]
+    dense = [plain_linear(weight, None) for weight in weights]
+    times = []
+    for number in ROWS[:2] if is_tiny else ROWS:
+        inputs = {size: torch.randn(number, size, device=place).to(dtype) for _, size in shapes.values()}
+        rounded, wide = (_us(_products(each, inputs), place) / copies for each in (layers, dense))
+        times.append(PanelTime("fp8_w8a8", f"{number} rows", rounded, wide))
+    return times
+
+
+@torch.inference_mode()
+def check_float8_products(dtype: torch.dtype, device: str) -> Check:
+    """Check products of rounded rows, as a replica with `quantization=fp8_w8a8` does when it starts."""
+    fault = check_float8(TritonPanels(torch.device(device)).round_rows, dtype, torch.device(device))
+    return Check(f"fp8_w8a8 in {dtype}", fault is None, fault or "as by the definition")
 
 
 @torch.inference_mode()

@@ -212,7 +212,6 @@ _FORMATS_IN_CHECKPOINTS = frozenset(
         "awq_marlin",
         "gptq",
         "gptq_marlin",
-        "fp8",
         "bitsandbytes",
         "compressed-tensors",
         "gguf",

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _ARITHMETIC = ("create_fadd", "create_fsub", "create_fmul")
-_CASTS = ("create_fp_trunc", "create_fp_ext", "create_fp_to_fp")
+_CASTS = ("create_fp_trunc", "create_fp_ext", "create_fp_to_fp", "create_si_to_fp", "create_ui_to_fp")
 
 
 @contextmanager
@@ -59,8 +59,8 @@ def _arithmetic(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cast(operation: Callable[..., Any]) -> Callable[..., Any]:
     def cast(builder: Any, handle: Any, dtype: Any, *arguments: Any) -> Any:
-        if handle.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16:
-            return _rounded(handle)
+        if handle.dtype.scalar != tl.bfloat16 and dtype.scalar == tl.bfloat16:
+            return _rounded(TensorHandle(handle.data.astype(np.float32), tl.float32))
         if handle.dtype.scalar == tl.bfloat16:
             handle = _widened(handle)
             if dtype.scalar == tl.float32:

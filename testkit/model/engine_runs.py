@@ -55,11 +55,14 @@ class Sizes:
     """Slots for recurrent state, if the model has any."""
 
 
-def load(path: Path, dtype: Dtype = "float32", device: Device = "cpu", *, compile_layers: bool = False) -> LoadedModel:
+def load(
+    path: Path, dtype: Dtype = "float32", device: Device = "cpu", *, compile_layers: bool = False,
+    quantization: Quantization = "none",
+) -> LoadedModel:  # fmt: skip
     """Load a checkpoint without the C++ kernels."""
     options = ModelOptions(
         str(path), dtype=dtype, device=device, max_model_len=MAX_MODEL_LEN, kernel_cache_dir=None,
-        compile_layers=compile_layers,
+        compile_layers=compile_layers, quantization=quantization,
     )  # fmt: skip
     return load_model(options)
 

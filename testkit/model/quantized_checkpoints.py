@@ -210,6 +210,26 @@ def _mxfp4(weight: Tensor) -> Written:
     return Written(tensors, dense)
 
 
+def _nvfp4(weight: Tensor, *, is_modelopt: bool) -> Written:
+    """Quantize to FP4 in groups of 16 with scales in e4m3, of which the largest is 448 times a factor for all."""
+    groups = weight.unflatten(1, (-1, 16))
+    largest = groups.abs().amax(-1)
+    factor = largest.max() / (448 * 6)
+    scales = (largest / 6 / factor).to(torch.float8_e4m3fn)
+    wide = scales.float() * factor
+    values = torch.tensor([*_FP4, *(-value for value in _FP4)])
+    numbers = (groups / wide[..., None])[..., None].sub(values).abs().argmin(-1)
+    dense = (values[numbers] * wide[..., None]).flatten(1)
+    pairs = numbers.flatten(1).unflatten(1, (-1, 2))
+    stored = (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8)
+    if is_modelopt:
+        more = {".weight": stored, ".weight_scale_2": factor, ".input_scale": torch.tensor(0.1)}
+    else:
+        more = {".weight_packed": stored, ".weight_global_scale": 1 / factor.reshape(1)}
+        more[".input_global_scale"] = torch.ones(1)
+    return Written({".weight_scale": scales, **more}, dense)
+
+
 def _normal_float(weight: Tensor, block: int = 64, *, nested: bool = False) -> Written:
     flat = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % block)).view(-1, block)
     scales, table = flat.abs().amax(1), torch.tensor(_NF4)
@@ -307,6 +327,20 @@ METHODS: dict[str, Method] = {
     "MXFP4": Method(
         {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, _mxfp4, "gpt_oss-window",
         lambda name: name.endswith((".gate_up_proj", ".down_proj")),
+    ),
+    "NVFP4 of modelopt": Method(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        lambda weight: _nvfp4(weight, is_modelopt=True),
+    ),
+    "compressed-tensors NVFP4": Method(
+        _compressed(
+            "nvfp4-pack-quantized", {"num_bits": 4, "type": "float"}, num_bits=4, type="float", strategy="tensor_group",
+            group_size=16, symmetric=True,
+        ),
+        lambda weight: _nvfp4(weight, is_modelopt=False),
+    ),
+    "FP8 of modelopt": Method(
+        {"quant_method": "modelopt", "quant_algo": "FP8"}, lambda weight: _float8(weight, per_tensor=True)
     ),
     "bitsandbytes nf4": Method(_NF4_CONFIG, _normal_float),
     "bitsandbytes nf4 nested": Method(

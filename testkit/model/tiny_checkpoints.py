@@ -107,6 +107,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "seed_oss": _with(head_dim=16),
     "apertus": _with(),
     "mixtral": _with(num_local_experts=4),
+    "minimax_m2": _with(num_local_experts=4, num_experts_per_tok=2, head_dim=16),
     "qwen2_moe": _with(**_EXPERTS, shared_expert_intermediate_size=32),
     "qwen3_moe": _with(**_EXPERTS, head_dim=16),
     "olmoe": _with(num_experts=4, num_experts_per_tok=2),

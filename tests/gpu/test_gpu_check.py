@@ -125,8 +125,8 @@ def test_every_prediction_names_a_figure_that_the_check_prints(monkeypatch: pyte
         kernel_times, "measure_recurrence", lambda _, layers: {name: dict.fromkeys(sizes, 1.0) for name in layers}
     )
     measured = {("steps", "steps"), ("steps", "windows"), ("steps", "prefill"), ("steps", "sampling"),
-                ("steps", "batch-invariant steps"), ("steps", "recurrence"), ("decodes", "decodes"),
-                ("panels", "products")}  # fmt: skip
+                ("steps", "batch-invariant steps"), ("steps", "recurrence"), ("steps", "caches in 8 bits"),
+                ("decodes", "decodes"), ("panels", "products")}  # fmt: skip
     panel_times = pytest.importorskip("bench.gpu.panel_times")
     monkeypatch.setattr(panel_times, "measure_panels", lambda *_, **__: [
         panel_times.PanelTime(form, f"{number} rows", 1.0, 1.0)
@@ -135,6 +135,9 @@ def test_every_prediction_names_a_figure_that_the_check_prints(monkeypatch: pyte
     monkeypatch.setattr(panel_times, "measure_experts", lambda *_, **__: [
         panel_times.PanelTime(f"experts of {name}", f"{number} tokens", 1.0, 1.0)
         for name in panel_times.EXPERTS for number in panel_times.TOKENS
+    ])  # fmt: skip
+    monkeypatch.setattr(panel_times, "measure_float8", lambda *_, **__: [
+        panel_times.PanelTime("fp8_w8a8", f"{number} rows", 1.0, 1.0) for number in panel_times.ROWS
     ])  # fmt: skip
     lines = [
         Line(group.name, item.name, None, "", figures=json.loads(json.dumps(item.run().figures)))

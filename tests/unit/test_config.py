@@ -90,6 +90,10 @@ def test_strings_of_the_command_line_become_typed_values():
             {"attention_backend": "flash", "kv_cache_dtype": "fp8"},
             ["attention_backend (flash)", "kv_cache_dtype (fp8)"],
         ),
+        (
+            {"batch_invariant": True, "quantization": "fp8_w8a8"},
+            ["batch_invariant (true)", "quantization (fp8_w8a8)"],
+        ),
         ({"attention_backend": "fast"}, ["attention_backend", "'auto', 'flash', 'triton' or 'gather'"]),
         ({"dtype": "int8"}, ["dtype", "float32"]),
     ],

@@ -329,8 +329,8 @@ def _attend_keys(
                 other=0.0,
             )
             if HAS_SCALES:
-                value = _widened(value, queries.dtype, IS_FLOAT8)
-                key = _widened(key, queries.dtype, IS_FLOAT8)
+                value = widened(value, queries.dtype, IS_FLOAT8)
+                key = widened(key, queries.dtype, IS_FLOAT8)
             score = tl.dot(queries, tl.trans(value), input_precision="ieee")
             score = (score + tl.dot(rest_queries, key, input_precision="ieee")) * scale
         else:
@@ -340,7 +340,7 @@ def _attend_keys(
                 other=0.0,
             )
             if HAS_SCALES:
-                key = _widened(key, queries.dtype, IS_FLOAT8)
+                key = widened(key, queries.dtype, IS_FLOAT8)
             score = tl.dot(queries, key, input_precision="ieee") * scale
         if HAS_SCALES:
             scale_at = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + keys_at % BLOCK_SIZE
@@ -365,7 +365,7 @@ def _attend_keys(
                 other=0.0,
             )
             if HAS_SCALES:
-                value = _widened(value, queries.dtype, IS_FLOAT8)
+                value = widened(value, queries.dtype, IS_FLOAT8)
         total = total * shrink + tl.sum(weights, 1)
         if HAS_SCALES:
             # The factor keeps weights within the numbers of float16: a scale is the largest value by 127 or 448.
@@ -429,16 +429,23 @@ def combine_kernel(
 
 
 @triton.jit
-def _widened(numbers, DTYPE: tl.constexpr, IS_FLOAT8: tl.constexpr):
-    """Return bytes of the cache as numbers; those of float8 are divided by _WIDENED_FACTOR."""
-    if IS_FLOAT8:
+def widened(numbers, DTYPE: tl.constexpr, IS_FLOAT8: tl.constexpr):
+    """Return bytes of the cache as numbers; those of float8 are divided by _WIDENED_FACTOR.
+
+    A float8 number's bits, moved to the fields of bfloat16, are 2 ** -120 times its value. A product makes it whole;
+    devices convert fewer numbers at a time.
+    """
+    if IS_FLOAT8 and DTYPE.is_bf16():
+        bits = (numbers.to(tl.int16) << 4) & -30736  # 0x87F0
+        numbers = bits.to(tl.bfloat16, bitcast=True) * 5.192296858534828e33  # 2 ** 112
+    elif IS_FLOAT8:
         # The extension of the sign sets bits 15 and 14. Bit 14 is not part of the number.
         numbers = ((numbers.to(tl.int16) << 7) & -16385).to(tl.float16, bitcast=True)
     return numbers.to(DTYPE)
 
 
 @triton.jit
-def _quantize(heads, IS_FLOAT8: tl.constexpr):
+def quantized(heads, IS_FLOAT8: tl.constexpr):
     """Return the numbers of heads [rows, width] as int32, of which a byte is used, and the heads' scales [rows, 1]."""
     largest_number = 448.0 if IS_FLOAT8 else 127.0
     heads = heads.to(tl.float32)
@@ -512,7 +519,7 @@ def write_kernel(
     mask = is_row[:, None] & (columns < KEY_SIZE)
     numbers = tl.load(key + tokens * key_stride + heads * key_head_stride + columns, mask=mask, other=0.0)
     if HAS_SCALES:
-        numbers, scales = _quantize(numbers, IS_FLOAT8)
+        numbers, scales = quantized(numbers, IS_FLOAT8)
         tl.store(key_scales + scale_at, scales, mask=is_row[:, None])
     tl.store(cached_keys + cells * KEY_SIZE + columns, numbers.to(cached_keys.dtype.element_ty), mask=mask)
 
@@ -521,6 +528,6 @@ def write_kernel(
         mask = is_row[:, None] & (columns < VALUE_SIZE)
         numbers = tl.load(value + tokens * value_stride + heads * value_head_stride + columns, mask=mask, other=0.0)
         if HAS_SCALES:
-            numbers, scales = _quantize(numbers, IS_FLOAT8)
+            numbers, scales = quantized(numbers, IS_FLOAT8)
             tl.store(value_scales + scale_at, scales, mask=is_row[:, None])
         tl.store(cached_values + cells * VALUE_SIZE + columns, numbers.to(cached_values.dtype.element_ty), mask=mask)

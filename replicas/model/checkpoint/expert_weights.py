@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_panels
+from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_panels, has_plain_order
 
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
-"""Names of the layers of transformers' experts."""
+GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
+"""Names of the layers of transformers' experts: those without a gate have `UP`."""
 _ALL_EXPERTS = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")
-_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-_ORDERS = frozenset({".g_idx", ".weight_g_idx"})
+_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_MIXTRAL_NAMES = {"w1": "gate_proj", "w2": DOWN, "w3": UP}
 _FEWEST_INPUTS = 32
 
 
@@ -21,17 +21,24 @@ _FEWEST_INPUTS = 32
 class ExpertWeights:
     """Weights of the experts of one layer that keep their bits: each expert has the same sizes and format."""
 
-    gate_up: tuple[tuple[QuantizedWeight, ...], ...]
+    first_name: str
+    """Name of the layer before the activation, `GATE_UP` or `UP`."""
+    first: tuple[tuple[QuantizedWeight, ...], ...]
     """Weights of each expert, whose outputs follow each other; a single one has the outputs of all experts."""
     down: tuple[tuple[QuantizedWeight, ...], ...]
 
+    @property
+    def layers(self) -> dict[str, tuple[tuple[QuantizedWeight, ...], ...]]:
+        """Weights of both layers by name."""
+        return {self.first_name: self.first, DOWN: self.down}
+
     def names(self) -> set[str]:
         """Return the names of the weights."""
-        return {weight.name for layer in (self.gate_up, self.down) for parts in layer for weight in parts}
+        return {weight.name for layer in (self.first, self.down) for parts in layer for weight in parts}
 
 
 def find_expert_weights(weights: Weights) -> dict[str, ExpertWeights]:
-    """Return the weights of experts that keep their bits in panels, by the name of the experts' module.
+    """Return the weights of experts that keep their bits in panels, by the name of the experts in the checkpoint.
 
     Either all weights of a module have the same format in panels, or all become dense.
     """
@@ -41,9 +48,11 @@ def find_expert_weights(weights: Weights) -> dict[str, ExpertWeights]:
         if (match := _ALL_EXPERTS.fullmatch(name)) is not None:
             whole[match[1]][match[2]] = weight
         elif (match := _ONE_EXPERT.fullmatch(name)) is not None:
-            single[match[1]][int(match[2]), match[3]] = weight
+            single[match[1]][int(match[2]), _MIXTRAL_NAMES.get(match[3], match[3])] = weight
     found = {
-        name: ExpertWeights(((parts[GATE_UP],),), ((parts[DOWN],),)) for name, parts in whole.items() if len(parts) == 2
+        name: ExpertWeights(GATE_UP, ((parts[GATE_UP],),), ((parts[DOWN],),))
+        for name, parts in whole.items()
+        if len(parts) == 2
     }
     found |= {name: experts for name, parts in single.items() if (experts := _of_single(parts)) is not None}
     return {name: experts for name, experts in found.items() if _have_panels(experts)}
@@ -51,12 +60,15 @@ def find_expert_weights(weights: Weights) -> dict[str, ExpertWeights]:
 
 def _of_single(parts: Mapping[tuple[int, str], QuantizedWeight]) -> ExpertWeights | None:
     """Return the weights of experts that the checkpoint has one by one; None: some are missing."""
-    numbers = range(len(parts) // 3)
-    if parts.keys() != {(number, name) for number in numbers for name in ("gate", "up", "down")}:
+    has_gate = (0, "gate_proj") in parts
+    first = ("gate_proj", UP) if has_gate else (UP,)
+    numbers = range(len(parts) // (len(first) + 1))
+    if parts.keys() != {(number, name) for number in numbers for name in (*first, DOWN)}:
         return None
     return ExpertWeights(
-        tuple((parts[number, "gate"], parts[number, "up"]) for number in numbers),
-        tuple((parts[number, "down"],) for number in numbers),
+        GATE_UP if has_gate else UP,
+        tuple(tuple(parts[number, name] for name in first) for number in numbers),
+        tuple((parts[number, DOWN],) for number in numbers),
     )
 
 
@@ -64,9 +76,9 @@ def _have_panels(experts: ExpertWeights) -> bool:
     return all(
         len({(weight.format.name, weight.layout, frozenset(weight.parts)) for parts in layer for weight in parts}) == 1
         and all(
-            has_panels(weight) and weight.layout.num_inputs >= _FEWEST_INPUTS and _ORDERS.isdisjoint(weight.parts)
+            has_panels(weight) and weight.layout.num_inputs >= _FEWEST_INPUTS and has_plain_order(weight)
             for parts in layer
             for weight in parts
         )
-        for layer in (experts.gate_up, experts.down)
+        for layer in (experts.first, experts.down)
     )

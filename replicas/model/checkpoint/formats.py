@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from replicas.errors import ModelLoadError
@@ -15,13 +17,17 @@ from replicas.model.checkpoint.headers import StoredTensor
 Parts = Mapping[str, StoredTensor]
 """Tensors of one quantized weight, by the suffix of their names."""
 
-SUPPORTED = "compressed-tensors, AWQ, GPTQ, FP8, MXFP4 and bitsandbytes"
+SUPPORTED = "compressed-tensors, AWQ, GPTQ, FP8, MXFP4, NVFP4 and bitsandbytes"
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _WORD_BITS = 32
 _PANEL_INPUTS = 16
 _AWQ_BITS = 4
 _MXFP4_GROUP = 32
-_INTEGER_FORMATS = {"pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense", "mixed-precision"}
+_NVFP4_GROUP = 16
+_COMPRESSED_FORMATS = {
+    "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense", "mixed-precision",
+    "nvfp4-pack-quantized",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +183,6 @@ def is_kept(weight: QuantizedWeight) -> bool:
     The groups have adjacent inputs, a multiple of 4.
     """
     layout = weight.layout
-    order = weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
     return (
         weight.format in _KEPT
         and weight.parts[weight.format.numbers].dtype not in _FLOAT8
@@ -186,7 +191,7 @@ def is_kept(weight: QuantizedWeight) -> bool:
         and layout.num_inputs % 4 == 0
         and layout.inputs_per_scale % 4 == 0
         and layout.num_inputs % layout.inputs_per_scale == 0
-        and (order is None or _is_plain_order(order, layout.inputs_per_scale))
+        and has_plain_order(weight)
     )
 
 
@@ -197,15 +202,35 @@ def has_panels(weight: QuantizedWeight) -> bool:
     """
     layout = weight.layout
     group = layout.inputs_per_scale
-    order = weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
     return (
-        weight.format in (*_KEPT, _MXFP4)
+        weight.format in (*_KEPT, _MXFP4, _NVFP4, _NVFP4_PACKED)
         and weight.parts[weight.format.numbers].dtype != "F8_E5M2"
         and layout.bits in (4, 8)
         and layout.num_inputs % _PANEL_INPUTS == 0
         and (group in (16, 32, 64) or group % 128 == 0 or group >= layout.num_inputs)
-        and (order is None or _has_whole_groups(order, group))
+        and (has_plain_order(weight) or _has_whole_groups(_order_of(weight), group))
     )
+
+
+def has_plain_order(weight: QuantizedWeight) -> bool:
+    """Return True if adjacent inputs have a scale, or no input has a group (-1)."""
+    order = _order_of(weight)
+    if order is None:
+        return True
+    if order.dtype != "I32":
+        return False
+    stored, plain = order.read_bytes(), _plain_order(weight.layout.num_inputs, weight.layout.inputs_per_scale)
+    return stored == plain or stored == b"\xff" * len(plain)
+
+
+def _order_of(weight: QuantizedWeight) -> StoredTensor | None:
+    return weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
+
+
+@cache
+def _plain_order(num_inputs: int, group_size: int) -> bytes:
+    """Return the groups of inputs of which adjacent ones have a scale, as a checkpoint stores them."""
+    return array("i", (index // group_size for index in range(num_inputs))).tobytes()
 
 
 def has_offsets(weight: QuantizedWeight, weights: Weights) -> bool:
@@ -214,20 +239,13 @@ def has_offsets(weight: QuantizedWeight, weights: Weights) -> bool:
     return not is_symmetric and not _OFFSETS.isdisjoint(weight.parts)
 
 
-def _has_whole_groups(order: StoredTensor, group_size: int) -> bool:
-    """Return True if each group but the last has `group_size` inputs, or no input has a group (-1)."""
-    if order.dtype != "I32":
+def _has_whole_groups(order: StoredTensor | None, group_size: int) -> bool:
+    """Return True if each group but the last has `group_size` inputs."""
+    if order is None or order.dtype != "I32":
         return False
     counts = Counter(memoryview(order.read_bytes()).cast("i"))
     last = max(counts)
-    return last < 0 or (counts[last] <= group_size and all(counts[group] == group_size for group in range(last)))
-
-
-def _is_plain_order(order: StoredTensor, group_size: int) -> bool:
-    if order.dtype != "I32":
-        return False
-    groups = memoryview(order.read_bytes()).cast("i")
-    return all(group == index // group_size for index, group in enumerate(groups))
+    return counts[last] <= group_size and all(counts[group] == group_size for group in range(last))
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization:
@@ -257,7 +275,7 @@ class _Unsupported(Exception):
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     groups: list[dict[str, Any]] = list(config["config_groups"].values())
     for name in {config.get("format"), *(group.get("format") for group in groups)} - {None}:
-        if name not in _INTEGER_FORMATS:
+        if name not in _COMPRESSED_FORMATS:
             raise _Unsupported(f"the format {name}")
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _Unsupported("sparse weights")
@@ -270,7 +288,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     inputs = [group["input_activations"] for group in groups if group.get("input_activations")]
     return Quantization(
         "compressed-tensors",
-        (_PACKED, _SCALED),
+        (_PACKED, _SCALED, _NVFP4_PACKED),
         block=blocks.pop() if blocks else None,
         needs_zero_points=bool(weights) and not any(weight.get("symmetric", True) for weight in weights),
         activations=f"{inputs[0]['num_bits']}-bit {inputs[0].get('type', 'int')}" if inputs else None,
@@ -305,6 +323,15 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
     return Quantization("FP8", (_SCALED,), block=None if block is None else (block[0], block[1]), activations="FP8")
 
 
+def _modelopt(config: Mapping[str, Any]) -> Quantization:
+    algorithm = config.get("quant_algo")
+    if algorithm not in ("NVFP4", "FP8"):
+        raise _Unsupported(f"the quant_algo {algorithm}")
+    if algorithm == "FP8":
+        return Quantization("FP8", (_SCALED,), activations="FP8")
+    return Quantization("NVFP4", (_NVFP4,), activations="FP4")
+
+
 def _mxfp4(_: Mapping[str, Any]) -> Quantization:
     return Quantization("MXFP4", (_MXFP4,))
 
@@ -326,6 +353,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "gptq": _gptq,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
+    "modelopt": _modelopt,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
     "gguf": _gguf,
@@ -449,6 +477,18 @@ def _mxfp4_layout(parts: Parts, _: Quantization) -> Layout:
     return Layout(num_outputs, num_inputs, 4, 1, _MXFP4_GROUP, shape)
 
 
+def _nvfp4_layout(parts: Parts, _: Quantization) -> Layout:
+    numbers = ".weight_packed" if ".weight_packed" in parts else ".weight"
+    num_outputs, num_bytes = _matrix(numbers, parts[numbers])
+    shape = (num_outputs, num_bytes * 2)
+    _expect("weight_scale", parts[".weight_scale"].shape, (num_outputs, shape[1] // _NVFP4_GROUP))
+    if parts[".weight_scale"].dtype != "F8_E4M3":
+        raise ValueError(f"weight_scale is in {parts['.weight_scale'].dtype}; expected F8_E4M3")
+    factor = parts.get(".weight_global_scale") or parts[".weight_scale_2"]
+    _expect("the scale of the whole weight", (factor.num_values,), (1,))
+    return Layout(*shape, 4, 1, _group_size(shape[1], shape[1] // _NVFP4_GROUP), shape)
+
+
 def _normal_float_layout(parts: Parts, _: Quantization) -> Layout:
     state = parts.get(_NF4_STATE) or parts.get(_FP4_STATE)
     if state is None:
@@ -488,6 +528,13 @@ _GGUF = Format("GGUF", ".weight_nibbles", _gguf_layout, (".weight_scale",), (".w
 _GGUF_8 = Format("GGUF", ".weight_numbers", _gguf_layout, (".weight_scale",), (".weight_minimum",), dtypes=("I8",))
 _GGUF_CODES = Format("GGUF", ".weight_codes", _gguf_layout, (".weight_scale",), dtypes=("U8",))
 _MXFP4 = Format("MXFP4", "_blocks", _mxfp4_layout, ("_scales",), dtypes=("U8",), dense="")
+_NVFP4 = Format(
+    "NVFP4", ".weight", _nvfp4_layout, (".weight_scale", ".weight_scale_2"), ignored=(".input_scale",), dtypes=("U8",)
+)
+_NVFP4_PACKED = Format(
+    "NVFP4", ".weight_packed", _nvfp4_layout, (".weight_scale", ".weight_global_scale"),
+    ignored=(".input_global_scale",), dtypes=("U8",),
+)  # fmt: skip
 _NORMAL_FLOAT = Format(
     "4-bit floats of bitsandbytes", ".weight", _normal_float_layout, (".weight.absmax", ".weight.quant_map"),
     (_NF4_STATE, _FP4_STATE, ".weight.nested_absmax", ".weight.nested_quant_map"), dtypes=("U8",),

@@ -133,6 +133,17 @@ def _read_mxfp4(tensors: Tensors, layout: Layout, _: Quantization) -> QuantizedL
     return QuantizedLinear(numbers, scales, None, 4, inputs_per_scale=layout.inputs_per_scale, table=table)
 
 
+def _read_nvfp4(tensors: Tensors, layout: Layout, _: Quantization) -> QuantizedLinear:
+    """Read a weight with a scale for each group and one for all, by which compressed-tensors divides."""
+    scales = tensors[".weight_scale"].float()
+    if ".weight_global_scale" in tensors:
+        pairs, scales = tensors[".weight_packed"], scales / tensors[".weight_global_scale"].float()
+    else:
+        pairs, scales = tensors[".weight"], scales * tensors[".weight_scale_2"].float()
+    table = torch.tensor(FP4_VALUES)
+    return QuantizedLinear(_nibbles(pairs), scales, None, 4, inputs_per_scale=layout.inputs_per_scale, table=table)
+
+
 def _read_normal_float(tensors: Tensors, layout: Layout, _: Quantization) -> QuantizedLinear:
     pairs = tensors[".weight"].flatten()
     numbers = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()
@@ -202,6 +213,7 @@ _READERS: dict[str, Callable[[Tensors, Layout, Quantization], QuantizedLinear]] 
     "GPTQ": _read_gptq,
     "GGUF": _read_gguf,
     "MXFP4": _read_mxfp4,
+    "NVFP4": _read_nvfp4,
     "4-bit floats of bitsandbytes": _read_normal_float,
     "8-bit integers of bitsandbytes": _read_llm_int8,
 }

@@ -1,16 +1,19 @@
-"""Experts of a mixture whose weights keep the bits that they have in a checkpoint."""
+"""Experts of a mixture whose weights have 4 or 8 bits: those of a checkpoint, or rounded from dense ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from replicas.model.checkpoint.expert_weights import DOWN, GATE_UP, ExpertWeights
+from replicas.model.checkpoint.expert_weights import DOWN, GATE_UP, UP, ExpertWeights
 from replicas.model.checkpoint.formats import QuantizedWeight
 from replicas.model.checkpoint.quantized_linear import QuantizedLinear, concatenate
-from replicas.model.layers.experts import FusedExperts, PanelExpertLinear
+from replicas.model.layers.experts import FusedExperts, PanelExpertLinear, are_experts
 from replicas.model.layers.panels import PanelProducts, Panels, pack_panels
+
+_INPUTS_UNIT = 32
 
 
 def kept_experts(
@@ -22,8 +25,7 @@ def kept_experts(
     """Return experts with the activation and the biases of `original`, and with `weights` in panels on their device."""
     num_experts = original.num_experts
     assert isinstance(num_experts, int)
-    layers = ((GATE_UP, weights.gate_up), (DOWN, weights.down))
-    kept = {name: _stacked(parts, num_experts, read, products) for name, parts in layers}
+    kept = {name: _stacked(parts, num_experts, read, products) for name, parts in weights.layers.items()}
     return FusedExperts(original, PanelExpertLinear(products), kept)
 
 
@@ -42,3 +44,34 @@ def _stacked(
         size = len(weight.numbers) // num_experts
         weights = (weight.rows(first, first + size) for first in range(0, num_experts * size, size))
     return Panels.stack([pack_panels(weight.to(products.device)) for weight in weights])
+
+
+def round_experts(
+    model: nn.Module, quantize: Callable[[Tensor], QuantizedLinear], products: PanelProducts | None
+) -> None:
+    """Round the dense weights of all experts of `model`; `quantize` rounds that of one expert.
+
+    Without `products` the rounded weights stay dense. Weights whose inputs are no multiple of 32 stay as they are.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not are_experts(child):
+                continue
+            weights = {each: _matrices(child, each) for each in (GATE_UP if child.has_gate else UP, DOWN)}
+            if any(matrices.shape[2] % _INPUTS_UNIT for matrices in weights.values()):
+                continue
+            rounded = {each: map(quantize, matrices) for each, matrices in weights.items()}
+            if products is not None:
+                kept = {each: Panels.stack([*map(pack_panels, experts)]) for each, experts in rounded.items()}
+                setattr(parent, name, FusedExperts(child, PanelExpertLinear(products), kept))
+                continue
+            for each, experts in rounded.items():
+                dense = torch.stack([expert.dense(weights[each].dtype) for expert in experts])
+                dense = dense.transpose(1, 2).contiguous() if child.is_transposed else dense
+                setattr(child, each, nn.Parameter(dense, requires_grad=False))
+
+
+def _matrices(experts: nn.Module, name: str) -> Tensor:
+    """Return a layer's weights as [num_experts, num_outputs, num_inputs], a view."""
+    weights = experts.get_parameter(name).detach()
+    return weights.transpose(1, 2) if experts.is_transposed else weights

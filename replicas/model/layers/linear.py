@@ -17,7 +17,9 @@ from replicas.errors import ModelLoadError
 from replicas.model.checkpoint.formats import QuantizedWeight, has_panels, is_kept
 from replicas.model.checkpoint.quantized_linear import IQ4_VALUES, QuantizedLinear
 from replicas.model.hardware.selfcheck import find_fault, relative_error
+from replicas.model.layers.float8_linear import Float8Linear, can_multiply_float8, round_rows
 from replicas.model.layers.panels import PanelLinear, PanelProducts, join_panels, panel_linear
+from replicas.model.layers.rounding import ROUNDINGS, quantize_fp8, quantize_int4, quantize_int8
 
 LinearFactory = Callable[[Tensor, Tensor | None], nn.Module]
 """Factory of a linear layer from a weight [out_features, in_features] and a bias [out_features] or None.
@@ -46,12 +48,9 @@ _EXPECTED_ROWS = 32
 _PANEL = 32
 _PAIRS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 2}
 _INPUTS_UNIT = 32
-_LARGEST_INT8 = 127
-_ROWS_AT_ONCE = 4096
-# Numbers of 4 bits: inputs in 64 bytes of a panel, the number that stands for 0, and inputs with one scale.
+# Numbers of 4 bits: inputs in 64 bytes of a panel, and the number that stands for 0.
 _NIBBLE_INPUTS = 4
 _ZERO_POINT = 8
-_GROUP = 32
 
 
 def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> LinearFactory:
@@ -60,27 +59,37 @@ def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> 
     Raises:
         ModelLoadError: there is no such quantization, or it needs the compiled kernels and they are not loaded.
     """
-    if quantization not in ("none", *_QUANTIZED):
-        raise ModelLoadError(f"quantization is {quantization!r}; it must be none, {' or '.join(_QUANTIZED)}")
+    if quantization not in ("none", *ROUNDINGS):
+        raise ModelLoadError(f"quantization is {quantization!r}; it must be none, {' or '.join(ROUNDINGS)}")
     packed = PackedLinear if can_pack(dtype) else plain_linear
-    if not has_kernels:
-        if quantization != "none":
-            raise ModelLoadError(f"quantization is {quantization!r}, which needs the compiled CPU kernels")
+    if not has_kernels and quantization in _QUANTIZED:
+        raise ModelLoadError(f"quantization is {quantization!r}, which needs the compiled CPU kernels")
+    if not has_kernels and quantization == "none":
         return packed
-    compiled = _QUANTIZED.get(quantization, CppLinear)
-    return lambda weight, bias: (compiled if can_multiply(weight) else packed)(weight, bias)
+    compiled = _QUANTIZED.get(quantization, CppLinear) if has_kernels else packed
+
+    def made(weight: Tensor, bias: Tensor | None) -> nn.Module:
+        if quantization == "fp8_w8a8" and can_multiply_float8(weight):
+            return Float8Linear(weight, bias, round_rows)
+        if quantization in ("fp8", "fp8_w8a8") and can_multiply(weight):
+            # No CPU kernel has such numbers: they become dense.
+            weight = quantize_fp8(weight).dense(weight.dtype)
+        return (compiled if can_multiply(weight) else packed)(weight, bias)
+
+    return made
 
 
 def choose_panels(products: PanelProducts, quantization: str) -> LinearFactory:
     """Return the factory of linear layers for dense weights on a GPU."""
     if quantization == "none":
         return plain_linear
-    quantize = _QUANTIZERS[quantization]
 
     def rounded(weight: Tensor, bias: Tensor | None) -> nn.Module:
+        if quantization == "fp8_w8a8" and can_multiply_float8(weight):
+            return Float8Linear(weight, bias, products.round_rows)
         if not can_multiply(weight):
             return plain_linear(weight, bias)
-        return panel_linear(products, quantize(weight), bias, weight.dtype)
+        return panel_linear(products, ROUNDINGS[quantization](weight), bias, weight.dtype)
 
     return rounded
 
@@ -331,34 +340,6 @@ def rounded_to_int4(weight: Tensor, bias: Tensor | None) -> GroupedLinear:
     return GroupedLinear(pack_groups(quantize_int4(weight)), bias, weight.dtype)
 
 
-def quantize_int8(weight: Tensor) -> QuantizedLinear:
-    """Round a weight to 8 bits with one scale for each output."""
-    largest = weight.detach().abs().amax(dim=1).float()
-    scales = (largest / _LARGEST_INT8).clamp(min=torch.finfo(torch.float32).tiny)
-    numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    # Quantize in pieces: a large vocabulary's weight in float32 would take as much memory as the rest of the model.
-    for first in range(0, len(weight), _ROWS_AT_ONCE):
-        rows = slice(first, first + _ROWS_AT_ONCE)
-        numbers[rows] = (weight[rows].detach().float() / scales[rows, None]).round().to(torch.int8)
-    return QuantizedLinear(numbers, scales[:, None], None, 8, inputs_per_scale=weight.shape[1])
-
-
-def quantize_int4(weight: Tensor) -> QuantizedLinear:
-    """Round a weight to 4 bits in groups of 32 inputs. The largest of a group becomes -8, without a zero point."""
-    num_outputs, num_inputs = weight.shape
-    numbers = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(num_outputs, num_inputs // _GROUP, device=weight.device)
-    for first in range(0, num_outputs, _ROWS_AT_ONCE):
-        rows = slice(first, first + _ROWS_AT_ONCE)
-        groups = weight[rows].detach().float().view(-1, num_inputs // _GROUP, _GROUP)
-        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-        scale = largest / -_ZERO_POINT
-        rounded = (groups / torch.where(scale == 0, 1, scale)).round() + _ZERO_POINT
-        numbers[rows], scales[rows] = rounded.clamp(0, 15).flatten(1).to(torch.uint8), scale[:, :, 0]
-    zero_points = torch.full_like(scales, _ZERO_POINT, dtype=torch.uint8)
-    return QuantizedLinear(numbers, scales, zero_points, 4, inputs_per_scale=_GROUP)
-
-
 def pack_nibbles(numbers: Tensor) -> Tensor:
     """Return numbers [outputs, inputs] below 16 in the kernels' order, [panels, inputs / 4, outputs of a panel, 2].
 
@@ -429,8 +410,6 @@ _QUANTIZED: dict[str, Callable[[Tensor, Tensor | None], CompiledLinear]] = {
     "int8": Int8Linear,
 }
 """Map from a quantization to the layers that quantize a weight on CPU."""
-_QUANTIZERS: dict[str, Callable[[Tensor], QuantizedLinear]] = {"int4": quantize_int4, "int8": quantize_int8}
-"""Map from a quantization to the function that rounds a weight."""
 
 
 def _fixed(values: Tensor | None) -> nn.Parameter | None:

@@ -237,6 +237,9 @@ class PanelProducts(Protocol):
         `order`, `starts` and `top_k` are those of `experts.Routing`, `is_first` is that of `experts.ExpertLinear`.
         """
 
+    def round_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Round rows to e4m3. See `float8_linear.RowRounding`."""
+
     def widen(self, panels: Panels, dtype: torch.dtype) -> Tensor:
         """Return the weight [num_outputs, num_inputs]: products in float32, each rounded once to `dtype`."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from replicas.model.attention.triton_kernels import quantized
 from replicas.model.layers.panels import PANEL, PanelFormat
 from replicas.model.layers.triton_kernels import find_expert, find_rows
 
@@ -286,3 +287,21 @@ def _store_values(
     values *= tl.load(scales + group + columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
     is_cell = is_column[:, None] & (inner < in_size)[None, :]
     tl.store(target + inner[None, :], values.to(target.dtype.element_ty), mask=is_cell)
+
+
+@triton.jit
+def round_rows_kernel(
+    rows,  # [num_rows, SIZE], contiguous
+    numbers,  # [num_rows, SIZE] uint8
+    scales,  # [num_rows] float32
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Round row `program_id(0)` to e4m3, so that its largest number becomes 448."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)[None, :]
+    is_column = columns < SIZE
+    values = tl.load(rows + row * SIZE + columns, mask=is_column, other=0.0)
+    bits, scale = quantized(values, True)
+    tl.store(numbers + row * SIZE + columns, bits.to(tl.uint8), mask=is_column)
+    tl.store(scales + row + tl.zeros([1, 1], tl.int32), scale)

@@ -16,7 +16,12 @@ from replicas.model.layers.experts import Routing
 from replicas.model.layers.panels import PANEL, PanelFormat, Panels, pack_panels, panel_linear
 from replicas.model.layers.triton_experts import ProductTile
 from replicas.model.layers.triton_kernels import add_parts_kernel
-from replicas.model.layers.triton_panel_kernels import panel_expert_kernel, panel_linear_kernel, widen_kernel
+from replicas.model.layers.triton_panel_kernels import (
+    panel_expert_kernel,
+    panel_linear_kernel,
+    round_rows_kernel,
+    widen_kernel,
+)
 
 _SUM_TILE = 1024
 _MOST_ROWS, _MOST_ROWS_OF_SLOW = 256, 64
@@ -28,6 +33,8 @@ _MAX_PARTS = 16
 _MIN_PART_UNITS, _MIN_PART_INPUTS = 4, 512
 """Least of a part: with less a pipeline does not fill."""
 _NUM_TRIAL_OUTPUTS = 40
+_MOST_WARPS, _WARP_NUMBERS = 16, 1024
+"""Warps that round a row, and numbers of a row for each."""
 INVARIANT_TILE = ProductTile(64, 64, 0, num_warps=4, num_stages=3)
 
 
@@ -81,6 +88,12 @@ def most_rows(panel_format: PanelFormat, unit_bytes: int) -> int:
     """
     is_slow = panel_format is PanelFormat.TABLE4 or unit_bytes <= _SMALL_UNIT_BYTES
     return _MOST_ROWS_OF_SLOW if is_slow else _MOST_ROWS
+
+
+def row_division(size: int) -> tuple[int, int]:
+    """Return the width of the program that rounds a row of `size` numbers, and its warps."""
+    width = int(triton.next_power_of_2(size))
+    return width, max(1, min(_MOST_WARPS, width // _WARP_NUMBERS))
 
 
 class TritonPanels:
@@ -158,6 +171,14 @@ class TritonPanels:
             num_stages=tile.num_stages,
         )
         return output
+
+    def round_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """See `float8_linear.RowRounding`."""
+        num_rows, size = rows.shape
+        numbers, scales = rows.new_empty(rows.shape, dtype=torch.uint8), rows.new_empty(num_rows, dtype=torch.float32)
+        width, num_warps = row_division(size)
+        round_rows_kernel[(num_rows,)](rows, numbers, scales, SIZE=size, WIDTH=width, num_warps=num_warps)
+        return numbers.view(torch.float8_e4m3fn), scales
 
     def widen(self, panels: Panels, dtype: torch.dtype) -> Tensor:
         """See `PanelProducts`."""

@@ -29,15 +29,18 @@ from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
 from replicas.model.hardware.limits import cpu_limit
 from replicas.model.layers.embedding import guard_embedding
+from replicas.model.layers.float8_linear import check_float8
 from replicas.model.layers.fused_decoder import can_fuse
+from replicas.model.layers.kept_experts import round_experts
 from replicas.model.layers.latent_attention import store_checked_latents
 from replicas.model.layers.linear import choose_panels, kept_groups, kept_panels, plain_linear
 from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model, panel_products
 from replicas.model.layers.panels import PanelProducts, compile_panels
+from replicas.model.layers.rounding import ROUNDINGS
 from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
-from replicas.model.loading.options import ModelOptions
+from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions
 from replicas.model.loading.weights import load_weights
 from replicas.model.pooling.encoder import (
     TextEncoder,
@@ -179,7 +182,9 @@ def load_model(options: ModelOptions) -> LoadedModel:
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     products = choose_products(config, options, dtype, device)
     kept = kept_groups() if has_kernels else None if products is None else kept_panels(products)
-    weights = load_weights(options.path, config, dtype, device, kept=None if options.quantization == "int8" else kept)
+    if options.quantization in ROUNDS_AGAIN:
+        kept = None
+    weights = load_weights(options.path, config, dtype, device, kept=kept)
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
     remove_waits(model)
     if isinstance(model, TextEncoder) and tells_pairs_apart(config):
@@ -283,6 +288,10 @@ def choose_products(
     products = panel_products(dtype, device, batch_invariant=options.batch_invariant)
     if products is None and is_rounded:
         raise ModelLoadError(f"quantization is {options.quantization!r}, whose kernels do not work on {device}")
+    if products is not None and options.quantization == "fp8_w8a8":
+        fault = check_float8(products.round_rows, dtype, device)
+        if fault is not None:
+            raise ModelLoadError(f"quantization is 'fp8_w8a8', whose products do not work on {device}: {fault}")
     return products
 
 
@@ -318,6 +327,8 @@ def _optimize(
     if device.type == "cpu":
         if options.compile_layers:
             raise ModelLoadError("compile_layers is true, but the device is a CPU")
+        if options.quantization in ("fp8", "fp8_w8a8"):
+            round_experts(model, ROUNDINGS[options.quantization], None)
         optimize_model(model, port, layers, cpu_modules(dtype, has_kernels, options.quantization))
         move_to_huge_pages(model)
         return
@@ -329,6 +340,8 @@ def _optimize(
     if is_compiled:
         guard_embedding(model, TorchLayerOps())
         return
+    if products is not None and options.quantization != "none":
+        round_experts(model, ROUNDINGS[options.quantization], products)
     make_linear = plain_linear if products is None else choose_panels(products, options.quantization)
     modules = cuda_modules(dtype, device, make_linear, batch_invariant=options.batch_invariant)
     guard_embedding(model, modules.ops)

@@ -18,7 +18,7 @@ from replicas.model.checkpoint.expert_weights import find_expert_weights
 from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_offsets, has_panels, is_kept
 from replicas.model.hardware.processor import value_bytes_on_cpu
 from replicas.model.loading.checks import read_weights
-from replicas.model.loading.options import ModelOptions, RunnerOptions
+from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions, RunnerOptions
 
 _GIB = 2**30
 _PROCESS_BYTES = 300 * 2**20
@@ -31,6 +31,7 @@ _JOINED = re.compile(r"\.(?:[qkv]|gate|up)_proj\.")
 """Parts of names by which weights differ that are joined to one layer."""
 _DENSE = re.compile(r"\.experts\.|\.kv_b_proj\.")
 """Parts of names of weights that become dense on a CPU: those of experts and of latent attention's heads."""
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "embeddings.weight", "wte.weight", "wpe.weight")
 _LEAST_CACHE_BYTES = 64 * 2**20
 
 
@@ -65,6 +66,8 @@ class GpuWeights:
 
     num_values: int
     num_bytes: int
+    num_bytes_in_fp8: int
+    """Bytes with `quantization=fp8`."""
     description: str
     """Formats of the weights and what becomes of them, for people."""
 
@@ -124,10 +127,11 @@ def _remedy(needed: ReplicaMemory, available_bytes: int, num_replicas: int) -> s
 def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, Any], value_bytes: int) -> int:
     """Return the bytes of all weights. An output layer that shares the embedding's weight has a packed copy of it."""
     has_kernels = model.kernel_cache_dir is not None and any(map(shutil.which, _COMPILERS)) and model.dtype != "float16"
+    keeps_bits = has_kernels and model.quantization not in ROUNDS_AGAIN
     packed_weights = [
         weight
         for weight in weights.quantized.values()
-        if has_kernels and model.quantization != "int8" and is_kept(weight) and not _DENSE.search(weight.name)
+        if keeps_bits and is_kept(weight) and not _DENSE.search(weight.name)
     ]
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in packed_weights)
     if config["tie_word_embeddings"] and not {"lm_head.weight"} & (weights.plain.keys() | weights.quantized.keys()):
@@ -165,7 +169,24 @@ def weights_on_gpu(directory: Path, dtype: str, value_bytes: int, *, keeps_bits:
     }
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in kept.values())
     num_bytes = dense * value_bytes + sum(_panel_bytes(weight, weights) for weight in kept.values())
-    return GpuWeights(weights.num_values, num_bytes, weights.description(dtype, kept))
+    shapes = [weight.layout.shape for name, weight in weights.quantized.items() if name not in kept]
+    num_bytes_in_fp8 = num_bytes - _saved_by_fp8(weights, shapes, value_bytes)
+    return GpuWeights(weights.num_values, num_bytes, num_bytes_in_fp8, weights.description(dtype, kept))
+
+
+def _saved_by_fp8(weights: Weights, dequantized: Sequence[Sequence[int]], value_bytes: int) -> int:
+    """Return the bytes that rounding to fp8 saves. An output layer that shares the embedding's weight has a copy."""
+    plain = {name: tensor.shape for name, tensor in weights.plain.items() if len(tensor.shape) in (2, 3)}
+    embeddings = [shape for name, shape in plain.items() if name.endswith(_EMBEDDINGS)]
+    linears = [shape for name, shape in plain.items() if not name.endswith(_EMBEDDINGS)]
+    saved = sum(math.prod(shape) * value_bytes - _fp8_bytes(shape) for shape in (*linears, *dequantized))
+    has_output_layer = any(name.endswith("lm_head.weight") for name in (*weights.plain, *weights.quantized))
+    return saved - (0 if has_output_layer else sum(map(_fp8_bytes, embeddings)))
+
+
+def _fp8_bytes(shape: Sequence[int]) -> int:
+    """Return the bytes of a linear layer's weight, or those of experts, in 8 bits with a scale for each output."""
+    return math.prod(shape) + 4 * math.prod(shape[:-1])
 
 
 def _panel_bytes(weight: QuantizedWeight, weights: Weights) -> int:

@@ -9,7 +9,9 @@ from replicas.settings import check_bounds, setting
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["none", "int4", "int8"]
+Quantization = Literal["none", "int4", "int8", "fp8", "fp8_w8a8"]
+ROUNDS_AGAIN: tuple[Quantization, ...] = ("int8", "fp8_w8a8")
+"""Quantizations that also round weights which a checkpoint has in 4 or 8 bits."""
 KVCacheDtype = Literal["auto", "fp8", "int8"]
 
 DEFAULT_KERNEL_CACHE_DIR = "~/.cache/headway"
@@ -42,9 +44,10 @@ class ModelOptions:
     no sequence's tokens depend on others anyway, and the setting only refuses a model in 16 bits that the compiled
     kernels do not support as a whole."""
     quantization: Quantization = setting("none")
-    """Rounding of the weights of linear layers as they are loaded: int8 with one scale for each output, int4 with one
-    for every 32 inputs. Both save memory and time, cost some quality, and need the compiled kernels, on a GPU Triton's.
-    none: weights stay as the checkpoint has them."""
+    """Rounding of the weights of linear layers as they are loaded, on a GPU of experts too: int8 and fp8 (e4m3) with
+    one scale for each output, int4 with one for every 32 inputs. They save memory and time, cost some quality, and need
+    the compiled kernels, on a GPU Triton's. fp8_w8a8 also rounds inputs, on GPUs of compute capability 8.9 and above.
+    On a CPU fp8 and fp8_w8a8 have the same values and save nothing. none: weights stay as the checkpoint has them."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

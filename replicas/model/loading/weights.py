@@ -15,10 +15,12 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention.interface import ATTENTION_NAME, register_attention
-from replicas.model.checkpoint.expert_weights import DOWN, GATE_UP, ExpertWeights, find_expert_weights
+from replicas.model.checkpoint.expert_weights import DOWN, ExpertWeights, find_expert_weights
 from replicas.model.checkpoint.formats import QuantizedWeight, Weights
 from replicas.model.checkpoint.lazy_weights import LazyWeight, WeightReader
 from replicas.model.layers.experts import are_experts
@@ -64,24 +66,24 @@ def load_weights(
     linears, experts = ({}, {}) if kept is None else _kept_layers(weights, config, kept)
     for name in {name for each in experts.values() for name in each.weights.names()}:
         del state[name]
-    shapes = {name: weight.layout.shape for name, weight in linears.items()}
+    shapes = {weight.name: weight.layout.shape for weight in linears.values()}
     for name, shape in chain(shapes.items(), *(each.shapes.items() for each in experts.values())):
         # Zeros that share one number in memory; the layer is replaced below.
         state[name] = LazyWeight(partial(torch.zeros(1, dtype=dtype, device=device).expand, shape))
     loaded = _build(model, config, dtype, state, None if device.type == "cpu" else str(device))
     for name, weight in linears.items():
         assert kept is not None
-        linear = loaded.get_submodule(name.removesuffix(".weight"))
-        loaded.set_submodule(
-            name.removesuffix(".weight"), kept.make(reader.quantized(weight), linear.bias, linear.weight.dtype)
-        )
+        linear = loaded.get_submodule(name)
+        loaded.set_submodule(name, kept.make(reader.quantized(weight), linear.bias, linear.weight.dtype))
     for name, each in experts.items():
         assert kept is not None and kept.products is not None
         original = loaded.get_submodule(name)
         loaded.set_submodule(name, kept_experts(original, each.weights, reader.quantized, kept.products))
     with contextlib.suppress(OSError):  # There is no such file, or it cannot be read: the config's values stay.
         loaded.generation_config = GenerationConfig.from_pretrained(directory)
-    kept_names = {*linears, *(name for each in experts.values() for name in each.weights.names())}
+    kept_names = {weight.name for weight in linears.values()} | {
+        name for each in experts.values() for name in each.weights.names()
+    }
     description = weights.description(str(dtype).removeprefix("torch."), kept_names)
     return LoadedWeights(_as_decoder(loaded, config), description)
 
@@ -97,34 +99,45 @@ class _KeptExperts:
 def _kept_layers(
     weights: Weights, config: PretrainedConfig, kept: KeptLinears
 ) -> tuple[dict[str, QuantizedWeight], dict[str, _KeptExperts]]:
-    """Return the weights of linear layers that keep their bits, by their names, and those of experts, by modules."""
+    """Return the weights that keep their bits, by the names of the model's modules: linear layers, and experts."""
     kept_weights = {name: weight for name, weight in weights.quantized.items() if kept.keeps(weight)}
     if not kept_weights:
         return {}, {}
-    modules = dict(model_without_values(config).named_modules())
-    linears = {
-        name: weight
-        for name, weight in kept_weights.items()
-        if type(modules.get(name.removesuffix(".weight"))) is nn.Linear
-    }
+    model = _without_values(config)
+    modules, names = dict(model.named_modules()), _ModelNames(model)
+    linears = {names.module_of(name, "weight"): weight for name, weight in kept_weights.items()}
     found = {} if kept.products is None else find_expert_weights(weights)
-    experts = {name: _KeptExperts(each, _shapes_of(modules[name], name)) for name, each in found.items()
-               if name in modules and _fits(modules[name], each)}  # fmt: skip
-    return linears, experts
+    experts = {names.module_of(f"{name}.{DOWN}", DOWN): each for name, each in found.items()}
+    return (
+        {name: weight for name, weight in linears.items() if type(modules.get(name)) is nn.Linear},
+        {
+            name: _KeptExperts(each, {f"{name}.{layer}": getattr(modules[name], layer).shape for layer in each.layers})
+            for name, each in experts.items()
+            if name in modules and _fits(modules[name], each)
+        },
+    )
 
 
-def _shapes_of(experts: nn.Module, name: str) -> dict[str, torch.Size]:
-    return {f"{name}.{layer}": experts.get_parameter(layer).shape for layer in (GATE_UP, DOWN)}
+class _ModelNames:
+    """Names of a model's modules, whose weights some checkpoints have under other names, which transformers changes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._changes = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+
+    def module_of(self, weight: str, suffix: str) -> str:
+        """Return the module of a weight of the checkpoint, without the weight's own name, `suffix`."""
+        for change in self._changes:
+            weight, _ = change.rename_source_key(weight)
+        return weight.removesuffix(f".{suffix}")
 
 
 def _fits(experts: nn.Module, weights: ExpertWeights) -> bool:
     """Return True if a module has experts with the layers of `weights`."""
-    layers = (GATE_UP, weights.gate_up), (DOWN, weights.down)
     return are_experts(experts) and all(
         hasattr(experts, name)
         and getattr(experts, name).numel()
         == sum(weight.layout.num_outputs * weight.layout.num_inputs for parts in layer for weight in parts)
-        for name, layer in layers
+        for name, layer in weights.layers.items()
     )
 
 
@@ -141,12 +154,16 @@ def model_without_values(config: PretrainedConfig) -> PreTrainedModel:
     Raises:
         UnsupportedModel: transformers cannot build the model as a decoder.
     """
+    return _as_decoder(_without_values(config), config)
+
+
+def _without_values(config: PretrainedConfig) -> PreTrainedModel:
     register_attention()
     with torch.device("meta"), _refusals(config):
         model: PreTrainedModel = _class_of(config)._from_config(
             _plain(config), attn_implementation=ATTENTION_NAME, **_without_pooler(config)
         )
-    return _as_decoder(model, config)
+    return model
 
 
 def _as_decoder(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:

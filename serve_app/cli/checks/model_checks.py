@@ -62,7 +62,8 @@ def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
         return
     weight_bytes, form = on_cpu.weights, diagnosis["dtype"]
     if diagnosis["is_gpu"]:
-        weight_bytes, form = on_gpu.num_bytes, on_gpu.description
+        weight_bytes = on_gpu.num_bytes
+        form = f"{on_gpu.description}; with quantization=fp8 {decimal(on_gpu.num_bytes_in_fp8)}"
     yield Check("weights", Status.OK, f"{decimal(weight_bytes)} ({on_gpu.num_values:,} weights, {form})")
     if not diagnosis["model"]["has_experts"]:
         yield _speed_check(weight_bytes, diagnosis["read_bytes_per_s"])

@@ -31,7 +31,8 @@ from testkit.model.engine_runs import load
 from testkit.model.tiny_checkpoints import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, tiny_config
 
 EXPERTS = {
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss-window", "deepseek_v2", "deepseek_v3", "gemma4_text-experts",
+    "mixtral", "minimax_m2", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss-window", "deepseek_v2", "deepseek_v3",
+    "gemma4_text-experts",
 }  # fmt: skip
 """Architectures with experts. Transformers' own need the grouped matrix product, which waits except in bfloat16 on
 compute capability 9 and 10; elsewhere a kernel takes its place."""

@@ -16,10 +16,13 @@ from replicas.model.attention.interface import AttentionPort
 from replicas.model.attention.probe import probe_attention
 from replicas.model.checkpoint.quantized_linear import FP4_VALUES, IQ4_VALUES, QuantizedLinear
 from replicas.model.layers import triton_panels
+from replicas.model.layers.experts import FusedExperts
+from replicas.model.layers.kept_experts import round_experts
 from replicas.model.layers.linear import choose_panels, join_linears, kept_panels, plain_linear
 from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import FusedModules, optimize_model, panel_products
 from replicas.model.layers.panels import PanelLinear, ParallelLinears, compile_panels, pack_panels, panel_linear
+from replicas.model.layers.rounding import ROUNDINGS
 from replicas.model.layers.triton_panels import TritonPanels, divide_panels
 from replicas.model.loading import loader
 from replicas.model.loading.config import read_config
@@ -27,8 +30,9 @@ from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.memory import weights_on_gpu
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import load_weights
+from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint
-from testkit.model.engine_runs import build_engine, check_equals_generate, load, random_prompts
+from testkit.model.engine_runs import build_engine, check_equals_generate, load, random_prompts, requests_for, run
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
 from testkit.model.tiny_checkpoints import write_checkpoint
 from tests.model.loading.test_gguf_bits import KINDS as KINDS_OF_GGUF
@@ -215,6 +219,9 @@ KEPT = {
     "GPTQ 8 bits": "8-bit, kept in 8 bits",
     "FP8 of Llama": "8-bit, kept in 8 bits; activations stay in float32, not FP8",
     "FP8 per tensor": "8-bit, kept in 8 bits; activations stay in float32, not FP8",
+    "FP8 of modelopt": "8-bit, kept in 8 bits; activations stay in float32, not FP8",
+    "NVFP4 of modelopt": "4-bit, kept in 4 bits; activations stay in float32, not FP4",
+    "compressed-tensors NVFP4": "4-bit, kept in 4 bits; activations stay in float32, not 4-bit float",
     "bitsandbytes int8": "8-bit, kept in 8 bits; activations stay in float32, not 8-bit int",
 }
 """Formats, and the end of the words about what becomes of their weights on a GPU."""
@@ -226,11 +233,19 @@ def load_in_panels(path: Path, products: TritonPanels, quantization: str = "none
     model = weights.model.eval()
     port = AttentionPort(model)
     layers = probe_attention(model, port)
+    if quantization != "none":
+        round_experts(model, ROUNDINGS[quantization], products)
     optimize_model(model, port, layers, FusedModules(TorchLayerOps(), choose_panels(products, quantization)))
     return replace(load(path), model=model, port=port, layers=layers, weights=weights.description)
 
 
-QUICK_FORMATS = ("AWQ", "GPTQ desc_act", "compressed-tensors FP8 blocks", "compressed-tensors W8A8")
+QUICK_FORMATS = (
+    "AWQ",
+    "GPTQ desc_act",
+    "compressed-tensors FP8 blocks",
+    "compressed-tensors W8A8",
+    "NVFP4 of modelopt",
+)
 
 
 @pytest.mark.sampled(2)
@@ -278,11 +293,31 @@ def test_gguf_weights_keep_their_bits_and_their_values(tmp_path: Path, name: str
     check_equals_generate(build_engine(loaded), tmp_path / "dense", random_prompts((5,)), max_tokens=3)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8"])
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
 def test_dense_weights_are_rounded_as_on_a_cpu(quantization: str) -> None:
-    loaded = load_in_panels(cached_checkpoint("llama"), TritonPanels(CPU), quantization)
+    path = cached_checkpoint("llama")
+    loaded = load_in_panels(path, TritonPanels(CPU), quantization)
     layers = [module for module in loaded.model.modules() if isinstance(module, PanelLinear)]
-    assert len(layers) == 13 and {layer.panels.format.bits for layer in layers} == {int(quantization[3:])}
+    assert len(layers) == 13 and {layer.panels.format.bits for layer in layers} == {4 if quantization == "int4" else 8}
+    if quantization == "fp8":
+        found = weights_on_gpu(path, "float32", 4, keeps_bits=True)
+        padding = sum(layer.panels.numbers.nbytes - layer.out_features * layer.in_features for layer in layers)
+        assert found.num_bytes_in_fp8 == pytest.approx(taken_bytes(loaded.model) - padding, rel=0.02)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", pytest.param("gpt_oss-window", marks=pytest.mark.deep)])
+def test_fp8_gives_the_tokens_of_a_cpu(architecture: str) -> None:
+    """Its experts are rounded, too."""
+    path = cached_checkpoint(architecture)
+    on_cpu = load(path, quantization="fp8")
+    on_gpu = load_in_panels(path, TritonPanels(CPU), "fp8")
+    experts = [module for module in on_gpu.model.modules() if isinstance(module, FusedExperts)]
+    assert len(experts) == 3 and all(len(module.kept) == 2 for module in experts)
+    prompts = random_prompts((5, 9))
+    requests = requests_for(prompts, SamplingParams(max_tokens=4, temperature=0.0))
+    found, expected, exact = (run(build_engine(each), requests) for each in (on_gpu, on_cpu, load(path)))
+    tokens = [[output.token_ids for output in outputs] for outputs in (found, expected, exact)]
+    assert tokens[0] == tokens[1] != tokens[2]
 
 
 def test_every_kernel_of_a_layer_runs_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

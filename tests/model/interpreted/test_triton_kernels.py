@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+import triton as gpu
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +23,7 @@ from replicas.model.attention.kv_cache import AttentionLayer, KVCache, LayerCach
 from replicas.model.attention.plan import AttentionPlan, ChunkGroup
 from replicas.model.attention.select import check_attention, choose_attention
 from replicas.model.attention.triton import TritonBackend
+from replicas.model.attention.triton_kernels import widened
 from replicas.model.batch.inputs import build_inputs, dummy_item
 from replicas.model.hardware.device import compute_capability
 from replicas.model.layers.fused_decoder import FusedDecoder
@@ -84,6 +87,32 @@ def test_a_cache_in_8_bits(kind: str, cache_dtype: torch.dtype) -> None:
     for computes_earlier in (False, True):  # Plain torch stores the earlier keys, or the kernel.
         assert largest_error(case, TritonBackend(0, CAPABILITY), CPU, computes_earlier) < TOLERANCES[case.dtype]
     check(case.of(((99, 100),)), num_processors=8)
+
+
+@gpu.jit
+def _widen_codes(codes, output, IS_FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
+    lanes = tl.arange(0, 256)
+    numbers = widened(tl.load(codes + lanes), output.dtype.element_ty, IS_FLOAT8)
+    tl.store(output + lanes, numbers)
+
+
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_all_bytes_of_a_cache_are_widened_exactly(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(cache_dtype)
+    found = torch.empty(256, dtype=dtype)
+    _widen_codes[(1,)](codes.view(torch.int8), found, IS_FLOAT8=cache_dtype != torch.int8)
+    expected = codes.float() / (1 if cache_dtype == torch.int8 else 256)
+    is_stored = expected.isfinite() & (expected != -128)  # `quantize` makes no others.
+    assert torch.equal(found.float()[is_stored], expected[is_stored])
+
+
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_cache_in_8_bits_of_a_model_in_bfloat16(cache_dtype: torch.dtype) -> None:
+    case = replace(KINDS["plain"].of(SMALL), dtype=torch.bfloat16, cache_dtype=cache_dtype)
+    assert largest_error(case, TritonBackend(0, CAPABILITY), CPU) < TOLERANCES[case.dtype]
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])

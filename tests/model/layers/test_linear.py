@@ -21,11 +21,11 @@ from replicas.model.layers.linear import (
     pack,
     pack_groups,
     plain_linear,
-    quantize_int4,
     replace_linears,
     rounded_to_int4,
     unpack,
 )
+from replicas.model.layers.rounding import quantize_fp8, quantize_int4
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 PACKED_DTYPES = [dtype for dtype in TOLERANCES if can_pack(dtype)]
@@ -179,6 +179,25 @@ def test_rounding_to_int4_is_to_the_nearest() -> None:
     scales = rounded.scales.abs().repeat_interleave(32, dim=1)
     error = (rounded.dense(torch.float32) - weight.float()).abs()
     assert (error <= scales * torch.where(rounded.numbers == 15, 1.001, 0.501)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_to_fp8_is_to_the_nearest(dtype: torch.dtype) -> None:
+    weight = numbers(40, 64, dtype=dtype)
+    weight[3], weight[5, 7] = 0, 1e4
+    rounded = quantize_fp8(weight)
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    nearest = (weight.float()[..., None] / rounded.scales[..., None] - codes[codes.isfinite()]).abs().amin(-1)
+    error = (rounded.dense(torch.float32) - weight.float()).abs() / rounded.scales
+    torch.testing.assert_close(error, nearest, rtol=1e-5, atol=1e-4)
+    assert rounded.numbers.float().abs().amax(1).tolist() == [0.0 if row == 3 else 448.0 for row in range(40)]
+
+
+def test_fp8_on_a_cpu_has_the_rounded_values_and_needs_no_kernels() -> None:
+    weight, inputs = numbers(40, 64, dtype=torch.float32), numbers(5, 64, dtype=torch.float32, seed=1)
+    layer = choose_linears(torch.float32, False, "fp8")(weight, None)
+    torch.testing.assert_close(layer(inputs), inputs @ quantize_fp8(weight).dense(torch.float32).t())
+    assert not torch.equal(layer.weight, weight)
 
 
 @pytest.mark.parametrize("dtype", PACKED_DTYPES)

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from replicas.model.attention.triton import LayerShape
 from replicas.model.layers.panels import WHOLE, PanelFormat, unit_bytes
-from replicas.model.layers.triton_panel_kernels import panel_linear_kernel, widen_kernel
-from replicas.model.layers.triton_panels import INVARIANT_TILE, most_rows, panel_tile
+from replicas.model.layers.triton_panel_kernels import panel_linear_kernel, round_rows_kernel, widen_kernel
+from replicas.model.layers.triton_panels import INVARIANT_TILE, most_rows, panel_tile, row_division
 from tests.model.attention.test_compile_matrix import DEVICES, resources
 from tests.model.attention.test_triton_compilation import EXACT, LLAMA, compiled, not_interpreted
 
@@ -41,6 +41,7 @@ FORMS = {
     "q4_k": Form(PanelFormat.INT4, 32, "*fp32", "*fp32"),
     "iq4": Form(PanelFormat.TABLE4, 32, "*fp32"),
     "fp4": Form(PanelFormat.FLOAT4, 32, "*bf16"),
+    "nvfp4": Form(PanelFormat.FLOAT4, 16, "*fp32"),
     "int8": Form(PanelFormat.INT8, WHOLE, "*fp32"),
     "q8_0": Form(PanelFormat.INT8, 32, "*fp32"),
     "q6_k": Form(PanelFormat.INT8, 16, "*fp32"),
@@ -110,3 +111,15 @@ def test_batch_invariant_and_exact_products_and_the_widening_fit(capability: int
         }  # fmt: skip
         kernel = compiled(widen_kernel, LLAMA, capability, constants, pointers=pointers(form))
         assert resources(kernel).stack == 0 and "st.global.v4" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [90, *OTHERS])
+@pytest.mark.parametrize("size", [4096, 28_672])
+def test_the_rounding_of_rows_keeps_a_row_in_registers(capability: int, size: int) -> None:
+    width, num_warps = row_division(size)
+    pointers = {"rows": "*bf16", "numbers": "*u8", "scales": "*fp32"}
+    kernel = compiled(
+        round_rows_kernel, LLAMA, capability, {"SIZE": size, "WIDTH": width}, num_warps, pointers=pointers
+    )
+    assert resources(kernel).stack == 0
+    assert "ld.global.v4" in kernel.asm["ptx"]

@@ -171,6 +171,8 @@ def lose_a_group(tensors: Tensors) -> None:
         ("GPTQ", lose_a_group, "64 inputs in groups of 32 cannot have 1 scales"),
         ("bitsandbytes nf4", without("weight.absmax"), "lacks its .*absmax"),
         ("bitsandbytes nf4", without("weight.quant_state.bitsandbytes__nf4"), "no quant_state"),
+        ("NVFP4 of modelopt", without("weight_scale_2"), r"lacks its .*weight_scale_2"),
+        ("NVFP4 of modelopt", cut("weight_scale"), r"weight_scale has the shape \[127, 4\]; expected"),
         ("bitsandbytes int8", cut("SCB"), r"SCB has the shape \[127\]"),
     ],
 )  # fmt: skip
@@ -192,7 +194,8 @@ def test_tensors_that_contradict_each_other_are_refused(tmp_path: Path, method: 
         ({"quant_method": "awq", "version": "gemv"}, "version gemv"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "marlin"}, "format marlin"),
         ({"quant_method": "gptq"}, "its description cannot be read"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}, "nvfp4"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}, "marlin-24"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ"),
         ({"quant_method": "compressed-tensors", "config_groups": 3}, "its description cannot be read"),
     ],
 )

@@ -1,0 +1,88 @@
+"""Products of 8-bit floats, weights and inputs rounded: the numbers of the kernel, and the tokens of a CPU."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from torch import Tensor, nn
+
+from replicas.errors import ModelLoadError
+from replicas.model.layers.float8_linear import Float8Linear, check_float8, round_rows
+from replicas.model.layers.triton_panels import TritonPanels
+from replicas.model.loading import loader
+from replicas.model.loading.config import read_config
+from replicas.model.loading.options import ModelOptions
+from replicas.protocol import SamplingParams
+from testkit.model.cached_checkpoints import cached_checkpoint
+from testkit.model.engine_runs import build_engine, load, random_prompts, requests_for, run
+from tests.model.interpreted.test_panels import CPU, DTYPES, drawn, load_in_panels
+
+pytestmark = pytest.mark.usefixtures("bfloat16")
+
+
+def codes(numbers: Tensor) -> Tensor:
+    return numbers.view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 208, 1056])
+def test_rows_are_rounded_as_by_the_definition(dtype: torch.dtype, size: int) -> None:
+    rows = drawn(7, size, dtype=dtype) * torch.tensor([1e-3, 1, 30, 1, 1, 1, 1])[:, None].to(dtype)
+    rows[3], rows[4, 5], rows[5, 1], rows[6, 2] = 0, 6e4, torch.inf, torch.nan
+    numbers, scales = TritonPanels(CPU).round_rows(rows)
+    expected, expected_scales = round_rows(rows)
+    assert torch.equal(codes(numbers[:5]), codes(expected[:5]))
+    torch.testing.assert_close(scales[:5], expected_scales[:5], rtol=1e-6, atol=0)
+    assert not scales[5:].isfinite().any() and scales[:5].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_products_are_those_of_the_rounded_numbers(dtype: torch.dtype) -> None:
+    weight, bias, rows = drawn(48, 208, dtype=dtype), drawn(48, seed=2, dtype=dtype), drawn(3, 5, 208, dtype=dtype)
+    layer = Float8Linear(weight, bias, TritonPanels(CPU).round_rows)
+    numbers, scales = round_rows(rows)
+    dense = layer.numbers.double() * layer.scales.double().t()
+    expected = numbers.double() * scales.double()[..., None] @ dense.t() + bias.double()
+    found = layer(rows)
+    assert found.dtype == dtype and found.shape == (3, 5, 48)
+    error = (found.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert (error < {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]).all()
+    assert 0.01 < float((dense - weight.double()).norm() / weight.double().norm()) < 0.05, "the weight is rounded, too"
+
+
+def test_a_fault_of_the_rounding_is_found() -> None:
+    assert check_float8(TritonPanels(CPU).round_rows, torch.float32, CPU) is None
+
+    def wrong(rows: Tensor) -> tuple[Tensor, Tensor]:
+        numbers, scales = round_rows(rows)
+        return numbers, scales * 1.01
+
+    assert "a product of rounded rows" in str(check_float8(wrong, torch.float32, CPU))
+
+
+def test_the_tokens_are_those_of_a_cpu() -> None:
+    path = cached_checkpoint("llama")
+    on_gpu = load_in_panels(path, TritonPanels(CPU), "fp8_w8a8")
+    on_cpu, exact = load(path, quantization="fp8_w8a8"), load(path)
+    for loaded in (on_gpu, on_cpu):
+        kinds = {type(module) for module in loaded.model.modules() if isinstance(module, (Float8Linear, nn.Linear))}
+        assert kinds == {Float8Linear}
+    requests = requests_for(random_prompts((5, 20)), SamplingParams(max_tokens=6, temperature=0.0))
+    found, expected, other = (
+        [output.token_ids for output in run(build_engine(loaded), requests)] for loaded in (on_gpu, on_cpu, exact)
+    )
+    assert found == expected != other
+
+
+def test_a_gpu_without_such_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(str(cached_checkpoint("llama")))
+    monkeypatch.setattr(loader, "panel_products", lambda *_, **__: TritonPanels(CPU))
+
+    options = ModelOptions("x", quantization="fp8_w8a8")
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(loader, "check_float8", lambda *_: None)
+    assert isinstance(loader.choose_products(config, options, torch.float32, gpu), TritonPanels)
+    monkeypatch.setattr(loader, "check_float8", lambda *_: "RuntimeError: capability 8.0")
+    with pytest.raises(ModelLoadError, match="products do not work on cuda: RuntimeError: capability"):
+        loader.choose_products(config, options, torch.float32, gpu)
