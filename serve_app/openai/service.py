@@ -291,7 +291,7 @@ class CompletionService:
         Raises:
             InvalidRequest, UnknownModel, NoReplicaAvailable: the body cannot be served.
         """
-        check_model(body.model, self._model.names)
+        self.checks.check_pooled(body)
         card = await self._model.card()
         match body:
             case EmbeddingBody():
