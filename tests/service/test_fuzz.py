@@ -42,6 +42,6 @@ async def test_no_request_is_the_servers_failure(write: Callable[[Path], Path], 
     limits = RequestLimits(max_choices=16, max_prompts=16)
     settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL, limits=limits, upload_timeout_s=5.0)
     for seed in seeds:
-        async with local_service(options, settings, tmp_path / "data") as local:
+        async with local_service(options, settings, tmp_path) as local:
             report = await Fuzzer(local.url, seed, MODEL).run(range(NUM_CASES))
         assert not report.problems, "\n".join(report.problems)
