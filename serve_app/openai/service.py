@@ -40,7 +40,6 @@ from serve_app.openai.request.validation import (
     RequestLimits,
     chat_requests,
     check_echo,
-    check_model,
     check_tokens,
     completion_requests,
     refuse_unusable_prompts,
