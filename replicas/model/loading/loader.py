@@ -39,14 +39,9 @@ from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import load_weights
-from replicas.model.pooling.encoder import (
-    TextEncoder,
-    first_position,
-    has_output_layer,
-    is_two_sided,
-    tells_pairs_apart,
-)
+from replicas.model.pooling.encoder import TextEncoder
 from replicas.model.pooling.heads import PoolHead, classifier_head, embedding_head, score_head
+from replicas.model.pooling.kinds import first_position, has_output_layer, is_two_sided, tells_pairs_apart
 from replicas.model.pooling.tap import HiddenTap
 from replicas.text.tokenizer_files import load_tokenizer
 
