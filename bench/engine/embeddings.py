@@ -30,11 +30,13 @@ from replicas.model.loading.options import DEFAULT_KERNEL_CACHE_DIR, ModelOption
 from replicas.protocol import GenerateRequest, PoolParams, SamplingParams
 from testkit.model.pooling_checkpoints import PoolingFiles
 
+_LONGEST = 512
+"""Most tokens of a text."""
 _BATCH_SIZES = (8, 16, 32, 64)
 _SHARE_FOR_BATCH_SIZE = 8
 _BERT = BertConfig(
     hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, vocab_size=12_288,
-    max_position_embeddings=512,
+    max_position_embeddings=_LONGEST,
 )  # fmt: skip
 """all-MiniLM-L6's sizes, with the vocabulary of the demo model."""
 
@@ -77,9 +79,11 @@ def _checkpoint(parent: Path, model: str) -> Path:
 def _texts(loaded: LoadedModel, num_texts: int) -> list[str]:
     """Return texts of 16 to 512 words, each of which is one token."""
     assert loaded.tokenizer is not None
-    words = [token[1:] for token in loaded.tokenizer.get_vocab() if token.startswith("Ġ") and token[1:].isalpha()]
-    rng, longest = random.Random(0), min(512, loaded.max_model_len) - 2
-    return [" ".join(rng.choices(sorted(words), k=rng.randint(16, longest))) for _ in range(num_texts)]
+    tokens = sorted(token[1:] for token in loaded.tokenizer.get_vocab() if token.startswith("Ġ"))
+    encoded = loaded.tokenizer([f" {token}" for token in tokens])["input_ids"]
+    words = [f" {token}" for token, ids in zip(tokens, encoded, strict=True) if token.isalpha() and len(ids) == 1]
+    rng = random.Random(0)
+    return ["".join(rng.choices(words, k=rng.randint(16, _LONGEST))) for _ in range(num_texts)]
 
 
 def _measure(loaded: LoadedModel, texts: list[str], path: Path, num_turns: int) -> dict[str, Any]:

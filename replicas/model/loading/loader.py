@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from replicas.model.hardware.limits import cpu_limit
 from replicas.model.layers.embedding import guard_embedding
 from replicas.model.layers.fused_decoder import can_fuse
 from replicas.model.layers.latent_attention import store_checked_latents
-from replicas.model.layers.linear import choose_panels, kept_groups, kept_panels, plain_linear
+from replicas.model.layers.linear import choose_linears, choose_panels, kept_groups, kept_panels, plain_linear
 from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model, panel_products
 from replicas.model.layers.panels import PanelProducts, compile_panels
@@ -313,7 +313,11 @@ def _optimize(
     if device.type == "cpu":
         if options.compile_layers:
             raise ModelLoadError("compile_layers is true, but the device is a CPU")
-        optimize_model(model, port, layers, cpu_modules(dtype, has_kernels, options.quantization))
+        modules = cpu_modules(dtype, has_kernels, options.quantization)
+        if isinstance(model, TextEncoder) and options.quantization == "none" and not options.batch_invariant:
+            # Whole texts have many rows, for which oneDNN is faster.
+            modules = replace(modules, make_linear=choose_linears(dtype, False, "none"))
+        optimize_model(model, port, layers, modules)
         move_to_huge_pages(model)
         return
     if options.compile_layers and options.batch_invariant:

@@ -39,13 +39,13 @@ def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
     }
 
 
-async def kill_busy_replica(served: Raylets) -> None:
-    """Kill a replica in the middle of sequences. A look from this event loop would stop its clients until all end."""
+async def kill_busy_replica(served: Raylets, count: str = "num_running") -> None:
+    """Kill a replica with several sequences by this count. A look from this event loop would stop its clients."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             replicas = await asyncio.to_thread(served.replicas)
-            busiest = max(replicas, key=lambda replica: replica["num_running"], default=None)
-            if busiest is not None and busiest["num_running"] > 1:
+            busiest = max(replicas, key=lambda replica: replica[count], default=None)
+            if busiest is not None and busiest[count] > 1:
                 return os.kill(busiest["pid"], signal.SIGKILL)
 
 
