@@ -19,7 +19,7 @@ from replicas.errors import (
     ServingError,
 )
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
-from router.flow.flow_control import FlowController, SampleGroup
+from router.flow.flow_control import FlowController, SampleGroup, SequenceSet
 from router.flow.flow_queue import BandQueueSize
 from router.flow.placements import Placement
 from router.timeline import Timeline
@@ -28,6 +28,8 @@ from router.watch import WATCH_PERIOD_S, ReplicaWatch, WatchSettings
 
 logger = logging.getLogger(__name__)
 
+MAX_OPEN_STREAMS = 256
+"""Most streams of one request that are read at a time."""
 _MAX_MIGRATIONS = 16
 _DEATHS_BEFORE_ALONE = 2
 _DEADLINE_GRACE_S = 1.0
@@ -127,12 +129,13 @@ class Dispatcher:
 
         A stream raises ServingError if its request fails, so no delta that it yields has an error. Every other stream
         ends with a finish reason. Requests with the same prompt go to one replica while that replica has room, so that
-        they share the prompt's blocks.
+        they share the prompt's blocks. At most `MAX_OPEN_STREAMS` are read at a time.
         """
         groups = {request.prompt_token_ids: SampleGroup() for request in requests}
         timelines = timelines or [Timeline(self._table.now()) for _ in requests]
+        whole = SequenceSet(requests[:MAX_OPEN_STREAMS])
         return [
-            self._stream(request, groups[request.prompt_token_ids], timeline)
+            self._stream(request, groups[request.prompt_token_ids], timeline, whole)
             for request, timeline in zip(requests, timelines, strict=True)
         ]
 
@@ -217,7 +220,7 @@ class Dispatcher:
             logger.warning("load poll failed", extra={"error": str(error)})
 
     async def _stream(
-        self, request: GenerateRequest, group: SampleGroup, timeline: Timeline
+        self, request: GenerateRequest, group: SampleGroup, timeline: Timeline, whole: SequenceSet
     ) -> AsyncGenerator[TokenDelta, None]:
         resumable = ResumableRequest(request, timeline)
         timeline.arrived(self._table.now())
@@ -225,7 +228,7 @@ class Dispatcher:
         if not len(self._table):
             await self._learn_replicas()
         # No `await` between here and the queue: an admitted request counts against the limits only once it is queued.
-        arrival_index = self._flow.admit(request, deadline_s)
+        arrival_index = self._flow.admit(request, deadline_s, whole)
         while not resumable.is_finished:
             request = resumable.to_resume()
             placement = await self._flow.acquire(request, arrival_index, deadline_s, group, timeline)

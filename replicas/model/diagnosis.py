@@ -33,7 +33,7 @@ from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.loader import LoadedModel, load_model, longest_of
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import model_without_values
-from replicas.model.pooling.encoder import is_two_sided
+from replicas.model.pooling.kinds import is_two_sided
 
 _BLOCK_SIZE = 16
 _KEPT_BITS = "weights of 4 and 8 bits in Triton"

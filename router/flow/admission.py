@@ -49,21 +49,25 @@ class Admission:
         self._capacity = capacity
         self._wanted = {band: SlidingRate(_WINDOW_S) for band in Band}
 
-    def check(self, band: Band, tenant: str, num_tokens: int, left_s: float = math.inf) -> None:
-        """Accept or refuse a request of `num_tokens`, whose deadline is `left_s` from now.
+    def check(self, band: Band, tenant: str, num_tokens: int, left_s: float = math.inf, num_sequences: int = 1) -> None:
+        """Accept or refuse a request of `num_tokens` in all its sequences, whose deadline is `left_s` from now.
 
         Raises:
             Overloaded: the band or the tenant's share of it is full, or the request would start later than its band's
                 limit or its deadline.
         """
         wait_s = self.wait_s(band, tenant) or 0.0
-        self._wanted[band].add(num_tokens, self._table.now())
+        self.count(band, num_tokens)
         try:
-            self._queue.check_room(band, tenant, num_tokens)
+            self._queue.check_room(band, tenant, num_tokens, num_sequences)
             self._check_wait(band, wait_s, left_s)
         except Overloaded as error:
             retry_after_s = min(wait_s, self._drain_s(band, tenant) + _WINDOW_S)
             raise Overloaded(str(error), retry_after_s, error.reason, error.code) from None
+
+    def count(self, band: Band, num_tokens: int) -> None:
+        """Count tokens that are requested in a band."""
+        self._wanted[band].add(num_tokens, self._table.now())
 
     def headroom(self, band: Band, tenant: str) -> Headroom:
         """Return a tenant's limits in a band's queue, and their present use.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from replicas.errors import DeadlineExceeded, NoReplicaAvailable, Overloaded
@@ -55,6 +55,17 @@ class SampleGroup:
     block_hashes: list[bytes] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class SequenceSet:
+    """Sequences of one request, which are admitted together with the first that is read."""
+
+    opened: Sequence[GenerateRequest]
+    """Sequences that may wait at the same time."""
+    is_admitted: bool = False
+    refusal: Overloaded | None = None
+    """Error of all sequences; None: they are not refused."""
+
+
 @dataclass(slots=True, eq=False)
 class _PendingPlacement:
     queued: QueuedRequest
@@ -98,8 +109,11 @@ class FlowController:
         self._waits = WaitClock(table.now())
         self._num_arrived = 0
 
-    def admit(self, request: GenerateRequest, deadline_s: float | None) -> int:
-        """Accept a new request; return its index in order of arrival.
+    def admit(self, request: GenerateRequest, deadline_s: float | None, whole: SequenceSet | None = None) -> int:
+        """Accept a new sequence; return its index in order of arrival.
+
+        `whole` are the sequences of its request: the first is accepted for all, so that none is refused for the wait
+        behind others of its request. None: it is alone.
 
         Raises:
             DeadlineExceeded: the deadline, monotonic, has passed.
@@ -110,13 +124,25 @@ class FlowController:
         if left_s <= 0:
             self._observer.waited(request.band, Outcome.EVICTED_TTL, 0.0)
             raise DeadlineExceeded("the request's deadline passed before it was queued")
-        try:
-            self.admission.check(request.band, request.tenant, self._num_tokens(request), left_s)
-        except Overloaded:
-            self._observer.waited(request.band, Outcome.REJECTED_CAPACITY, 0.0)
-            raise
+        whole = whole or SequenceSet((request,))
+        if whole.refusal is not None:
+            raise whole.refusal
+        if whole.is_admitted:
+            self.admission.count(request.band, self._num_tokens(request))
+        else:
+            self._admit_all(whole, request, left_s)
         self._num_arrived += 1
         return self._num_arrived
+
+    def _admit_all(self, whole: SequenceSet, first: GenerateRequest, left_s: float) -> None:
+        num_tokens = sum(map(self._num_tokens, whole.opened))
+        try:
+            self.admission.check(first.band, first.tenant, num_tokens, left_s, len(whole.opened))
+        except Overloaded as error:
+            self._observer.waited(first.band, Outcome.REJECTED_CAPACITY, 0.0)
+            whole.refusal = error
+            raise
+        whole.is_admitted = True
 
     async def acquire(
         self, request: GenerateRequest, arrival_index: int, deadline_s: float | None, group: SampleGroup,

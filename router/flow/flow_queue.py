@@ -284,16 +284,18 @@ class FlowQueue:
     def __len__(self) -> int:
         return sum(queue.num_requests for queue in self._bands.values())
 
-    def check_room(self, band: Band, tenant: str, expected_tokens: int) -> None:
+    def check_room(self, band: Band, tenant: str, expected_tokens: int, num_sequences: int = 1) -> None:
         """Check a new request against the band's limits, and against those of its tenant in the band.
+
+        A request with more sequences or tokens than a limit has room if nothing waits.
 
         Raises:
             Overloaded: a limit is exceeded; the message names the limit and the value.
         """
         queue, limits = self._bands[band], self._limits[band]
         name = band.name.lower()
-        _check_share(queue.of_tenant(tenant), limits, name, expected_tokens)
-        if queue.num_requests >= limits.max_requests:
+        _check_share(queue.of_tenant(tenant), limits, name, expected_tokens, num_sequences)
+        if queue.num_requests + num_sequences > limits.max_requests and queue.num_requests:
             message = f"{queue.num_requests} {name} requests wait; the limit is {limits.max_requests}"
             raise Overloaded(message, reason="max_num_queued_reqs")
         if queue.num_tokens + expected_tokens > limits.max_tokens and queue.num_requests:
@@ -406,7 +408,7 @@ class FlowQueue:
         return self._bands[band].num_requests > 0 and self.starved_s(band, now) >= self._promote_after_s
 
 
-def _check_share(own: TenantQueue, limits: BandLimits, name: str, expected_tokens: int) -> None:
+def _check_share(own: TenantQueue, limits: BandLimits, name: str, expected_tokens: int, num_sequences: int) -> None:
     """Check a new request against the share of a band's queue that its tenant may fill.
 
     Raises:
@@ -414,7 +416,7 @@ def _check_share(own: TenantQueue, limits: BandLimits, name: str, expected_token
     """
     if limits.max_tenant_share >= 1.0:
         return  # The band's own limits are as tight.
-    if own.num_requests >= limits.max_tenant_requests:
+    if own.num_requests + num_sequences > limits.max_tenant_requests and own.num_requests:
         message = f"{own.num_requests} {name} requests of this tenant wait; its limit is {limits.max_tenant_requests}"
         raise Overloaded(message, reason="max_tenant_queued_reqs", code="rate_limit_exceeded")
     if own.num_tokens + expected_tokens > limits.max_tenant_tokens and own.num_requests:

@@ -174,4 +174,4 @@ def _rows(batch_id: str, batch: NewBatch) -> list[LineRow]:
     """
     if len({line.custom_id for line in batch.lines}) < len(batch.lines):
         raise InvalidRequest("two requests of the batch have the same id", "custom_id")
-    return new_rows(batch_id, sized(batch.lines))
+    return new_rows(batch_id, sized(batch.endpoint, batch.lines))

@@ -19,7 +19,6 @@ from serve_app.openai.request.validation import (
     RequestLimits,
     Truncation,
     check_at_most,
-    check_model,
     check_tokens,
     prompt_too_long,
     sequence_requests,
@@ -118,7 +117,6 @@ class PooledRequests:
         Raises:
             InvalidRequest, UnknownModel: the body cannot be served.
         """
-        self._check(body, len(body.input), "input")
         model = PoolingModel.of(card, PoolTask.EMBED)
         params, truncation = model.params(body.dimensions), model.truncation_of(body)
         inputs = _with_prompt(body, model.pool)
@@ -140,7 +138,7 @@ class PooledRequests:
             InvalidRequest, UnknownModel: the body cannot be served.
         """
         caller = replace(caller, request_id=f"score-{caller.request_id}")
-        return await self._scored(body, "text_2", caller, card, ScoreFormat(self._head(caller)))
+        return await self._scored(body, caller, card, ScoreFormat(self._head(caller)))
 
     async def ranks(self, body: RerankBody, caller: Caller, card: ModelCard) -> PreparedCompletion:
         """Prepare the ranks of documents for a query.
@@ -149,26 +147,17 @@ class PooledRequests:
             InvalidRequest, UnknownModel: the body cannot be served.
         """
         caller = replace(caller, request_id=f"rerank-{caller.request_id}")
-        return await self._scored(body, "documents", caller, card, RerankFormat(self._head(caller), body))
+        return await self._scored(body, caller, card, RerankFormat(self._head(caller), body))
 
     async def _scored(
-        self, body: ScoreBody | RerankBody, field: str, caller: Caller, card: ModelCard, reply: PooledFormat
+        self, body: ScoreBody | RerankBody, caller: Caller, card: ModelCard, reply: PooledFormat
     ) -> PreparedCompletion:
-        pairs = body.pairs
-        self._check(body, len(pairs), field)
         model = PoolingModel.of(card, PoolTask.SCORE)
         truncation = model.truncation_of(body)
         prompts = await self._tokenizer.encode_pairs(
-            pairs, max_prompt_tokens=model.max_tokens, truncation=truncation, owner=caller.owner_of(body)
+            body.pairs, max_prompt_tokens=model.max_tokens, truncation=truncation, owner=caller.owner_of(body)
         )
         return self._prepared(body, caller, model, prompts, model.params(None), reply)
-
-    def _check(self, body: PooledBody, num_texts: int, field: str) -> None:
-        check_model(body.model, self._names)
-        if num_texts > self._limits.max_texts:
-            raise InvalidRequest(
-                f"`{field}` has {num_texts} texts; at most {self._limits.max_texts} are accepted", field
-            )
 
     def _prepared(
         self,
@@ -179,7 +168,7 @@ class PooledRequests:
         params: SamplingParams,
         reply: PooledFormat,
     ) -> PreparedCompletion:
-        field = "input" if isinstance(body, EmbeddingBody) else "documents"
+        field = body.texts_field
         salt = self._limits.cache_salt(caller.principal.tenant, body.cache_salt)
         requests = sequence_requests(body, prompts, [params] * len(prompts), caller, self._rng, salt)
         for prompt in prompts:

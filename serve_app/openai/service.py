@@ -40,7 +40,6 @@ from serve_app.openai.request.validation import (
     RequestLimits,
     chat_requests,
     check_echo,
-    check_model,
     check_tokens,
     completion_requests,
     refuse_unusable_prompts,
@@ -291,7 +290,7 @@ class CompletionService:
         Raises:
             InvalidRequest, UnknownModel, NoReplicaAvailable: the body cannot be served.
         """
-        check_model(body.model, self._model.names)
+        self.checks.check_pooled(body)
         card = await self._model.card()
         match body:
             case EmbeddingBody():

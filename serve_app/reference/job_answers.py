@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from serve_app.openai.reply.pooled_format import EmbeddingList, RankList, ScoreList
 from serve_app.openai.reply.schema import (
     CachedTokens,
     ChatCompletion,
@@ -25,6 +26,8 @@ from serve_app.openai.reply.schema import (
 from serve_app.openai.request.job_schema import BatchEndpoint
 
 JobStatus = Literal["queued", "running", "completed", "failed", "expired", "cancelling", "cancelled"]
+JobResult = ChatCompletion | TextCompletion | EmbeddingList | ScoreList | RankList
+"""Reply of the endpoint of a job."""
 PromptBatchStatus = Literal["pending", "processing", "completed", "failed", "cancelled"]
 
 
@@ -201,7 +204,7 @@ class JobObject(TypedDict):
     expires_at: int | None
     eta_seconds: float | None
     callback_url: str | None
-    result: ChatCompletion | TextCompletion | None
+    result: JobResult | None
     """Reply of the endpoint; null until the job is completed."""
     error: ErrorDetails | None
 
@@ -218,7 +221,7 @@ class SubmittedJob(TypedDict):
 class StatusObject(SubmittedJob):
     """Job in the short form."""
 
-    result: ChatCompletion | TextCompletion | None
+    result: JobResult | None
     error: ErrorDetails | None
 
 

@@ -53,7 +53,8 @@ _FIELDS = (
     "add_generation_prompt", "reasoning_effort", "callback_url", "tokens", "unknown_field", "skip_special_tokens",
     "add_special_tokens", "system", "stop_sequences", "thinking", "output_config", "context_management", "thread",
     "add_special_tokens", "input", "instructions", "max_output_tokens", "include", "text", "reasoning",
-    "previous_response_id", "truncation", "max_tool_calls",
+    "previous_response_id", "truncation", "max_tool_calls", "encoding_format", "dimensions", "prompt_name",
+    "input_type", "text_1", "text_2", "query", "documents", "top_n", "return_documents", "include_metrics",
 )  # fmt: skip
 _HEADERS: Mapping[str, tuple[str, ...]] = {
     "x-headway-priority": ("interactive", "batch", "1", "-1", "urgent", "é", "x" * 300),
@@ -150,6 +151,7 @@ class FuzzCases:
         messages = [{"role": "user", "content": "the quick brown fox"}] * rng.randint(1, 3)
         response = {"model": self._model, "max_output_tokens": rng.randint(1, 8), "tools": rng.choice(_RESPONSE_TOOLS)}
         job = {"model": self._model, "prompt": "the quick", "max_tokens": 3}
+        pooled = self._pooled_bodies(rng)
         return rng.choice((
             ("/v1/chat/completions", {**common, "messages": messages}),
             ("/v1/responses", {**response, "input": rng.choice(_INPUTS), "stream": rng.random() < 0.4}),
@@ -162,10 +164,25 @@ class FuzzCases:
             ("/detokenize", {"model": self._model, "tokens": [1, 2, 3]}),
             ("/v1/batch/sync", {"prompts": ["a", "b"], "max_tokens": 2, "stream": rng.random() < 0.4}),
             ("/v1/batch/async", {"prompts": ["a", [1, 2]], "max_tokens": 2}),
-            ("/v1/jobs", job),
+            ("/v1/jobs", rng.choice((job, *pooled.values()))),
+            *pooled.items(),
             ("/generate", {"prompt": "def f(", "max_tokens": 2}),
             ("/v1/batches", {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}),
         ))  # fmt: skip
+
+    def _pooled_bodies(self, rng: random.Random) -> dict[str, dict[str, Any]]:
+        """Return small bodies of the paths whose outputs are pooled."""
+        common = {"model": self._model, **rng.choice(({}, {"truncate_prompt_tokens": rng.choice((-1, 1, 8))}))}
+        texts = ["the quick", "brown fox"] * rng.randint(1, 3)
+        inputs = rng.choice(("the", [1, 2, 3], texts, [[1], [2, 3]], ["lazy"] * 300))
+        return {
+            "/v1/embeddings": {
+                **common, "input": inputs, "encoding_format": rng.choice(("float", "base64")),
+                **rng.choice(({}, {"dimensions": 16}, {"prompt_name": "query"}, {"input_type": "query"})),
+            },
+            "/v1/score": {**common, "text_1": rng.choice(("the", texts)), "text_2": texts},
+            "/v1/rerank": {**common, "query": "the", "documents": [*texts, {"text": "a"}], "top_n": rng.randint(0, 3)},
+        }  # fmt: skip
 
     def _valid(self, rng: random.Random) -> Case:
         path, body = self._bodies(rng)
@@ -253,6 +270,9 @@ class FuzzCases:
             ("/tokenize", model + b'"prompt":"' + b"lazy fox " * 200_000 + b'"}'),
             ("/detokenize", model + b'"tokens":[' + b",".join([b"5"] * 500_000) + b"]}"),
             ("/v1/batch/sync", b'{"prompts":[' + b",".join([b'"a"'] * 60_000) + b"]}"),
+            ("/v1/embeddings", model + b'"input":[' + b",".join([b'"a"'] * 2100) + b"]}"),
+            ("/v1/embeddings", model + b'"truncate_prompt_tokens":9,"input":"' + b"lazy fox " * 200_000 + b'"}'),
+            ("/v1/rerank", model + b'"query":"' + b"a " * 100_000 + b'","documents":[' + b'"a",' * 900 + b'"a"]}'),
             ("/v1/completions", model + b'"prompt":"a","logit_bias":{' + b'"1":1,' * 100_000 + b'"2":1}}'),
             ("/v1/completions", model + b'"prompt":"a","x":' + b'{"a":' * 60_000 + b"1" + b"}" * 60_001),
         ))  # fmt: skip

@@ -78,7 +78,7 @@ class World:
     async def submit(self, new: NewBatch, batch_id: str | None = None) -> Submission:
         self.num_batches += 1
         chosen = batch_id or f"batch_{self.num_batches}"
-        rows = new_rows(chosen, sized(new.lines))
+        rows = new_rows(chosen, sized(new.endpoint, new.lines))
         return await self.write(lambda c: submit_batch(c, new, chosen, rows, self.settings, self.now))
 
     async def lease(self, owner: str, batch_id: str, limit: int = 100) -> list[LeasedLine]:

@@ -22,7 +22,7 @@ from replicas.model.layers.latent_attention import store_latents
 from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import ModelFacts
 from replicas.model.loading.weights import check_shapes
-from replicas.model.pooling.encoder import is_two_sided
+from replicas.model.pooling.kinds import is_two_sided
 
 
 def check_model(directory: Path) -> ModelFacts:

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.checkpoint.text_part import WRAPPERS
-from replicas.model.pooling.encoder import has_output_layer, is_encoder
+from replicas.model.pooling.kinds import has_output_layer, is_encoder
 
 
 def read_config(model: str) -> PretrainedConfig:

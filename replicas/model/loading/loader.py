@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from replicas.model.layers.float8_linear import check_float8
 from replicas.model.layers.fused_decoder import can_fuse
 from replicas.model.layers.kept_experts import round_experts
 from replicas.model.layers.latent_attention import store_checked_latents
-from replicas.model.layers.linear import choose_panels, kept_groups, kept_panels, plain_linear
+from replicas.model.layers.linear import choose_linears, choose_panels, kept_groups, kept_panels, plain_linear
 from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model, panel_products
 from replicas.model.layers.panels import PanelProducts, compile_panels
@@ -42,14 +42,9 @@ from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions
 from replicas.model.loading.weights import load_weights
-from replicas.model.pooling.encoder import (
-    TextEncoder,
-    first_position,
-    has_output_layer,
-    is_two_sided,
-    tells_pairs_apart,
-)
+from replicas.model.pooling.encoder import TextEncoder
 from replicas.model.pooling.heads import PoolHead, classifier_head, embedding_head, score_head
+from replicas.model.pooling.kinds import first_position, has_output_layer, is_two_sided, tells_pairs_apart
 from replicas.model.pooling.tap import HiddenTap
 from replicas.text.tokenizer_files import load_tokenizer
 
@@ -329,7 +324,11 @@ def _optimize(
             raise ModelLoadError("compile_layers is true, but the device is a CPU")
         if options.quantization in ("fp8", "fp8_w8a8"):
             round_experts(model, ROUNDINGS[options.quantization], None)
-        optimize_model(model, port, layers, cpu_modules(dtype, has_kernels, options.quantization))
+        modules = cpu_modules(dtype, has_kernels, options.quantization)
+        if isinstance(model, TextEncoder) and options.quantization == "none" and not options.batch_invariant:
+            # Whole texts have many rows, for which oneDNN is faster.
+            modules = replace(modules, make_linear=choose_linears(dtype, False, "none"))
+        optimize_model(model, port, layers, modules)
         move_to_huge_pages(model)
         return
     if options.compile_layers and options.batch_invariant:

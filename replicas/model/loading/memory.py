@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from replicas.engine.config import EngineLimits
@@ -19,6 +20,7 @@ from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_offs
 from replicas.model.hardware.processor import value_bytes_on_cpu
 from replicas.model.loading.checks import read_weights
 from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions, RunnerOptions
+from replicas.model.pooling.kinds import ENCODERS, is_two_sided
 
 _GIB = 2**30
 _PROCESS_BYTES = 300 * 2**20
@@ -55,8 +57,8 @@ class ReplicaMemory:
 
     def __str__(self) -> str:
         return (
-            f"{_gib(self.weights)} of weights, {_gib(self.kv_cache)} of KV cache, {_gib(self.activations)} of "
-            f"activations and {_gib(self.process)} of process"
+            f"{_gib(self.weights)} of weights, {_gib(self.kv_cache) if self.kv_cache else 'none'} of KV cache, "
+            f"{_gib(self.activations)} of activations and {_gib(self.process)} of process"
         )
 
 
@@ -78,7 +80,7 @@ def replica_memory(directory: Path, model: ModelOptions, runner: RunnerOptions, 
     Raises:
         ModelLoadError: a file is missing or damaged.
     """
-    config = json.loads((directory / "config.json").read_text())
+    config = {"model_type": "", "architectures": None} | json.loads((directory / "config.json").read_text())
     is_tied = config.get("tie_word_embeddings", True)
     config |= (config.get("text_config") or {}) | {"tie_word_embeddings": is_tied}
     value_bytes = value_bytes_on_cpu(model.dtype)
@@ -87,9 +89,10 @@ def replica_memory(directory: Path, model: ModelOptions, runner: RunnerOptions, 
     # The residual, its update, their norm and the attention's heads; then gate, up and their product.
     row_bytes = (4 * hidden + 3 * inner) * value_bytes
     logit_bytes = limits.max_num_seqs * config.get("vocab_size", 0) * (_BYTES_PER_LOGIT + value_bytes)
+    has_cache = not is_two_sided(SimpleNamespace(**config))
     return ReplicaMemory(
         _weight_bytes(read_weights(directory), model, config, value_bytes),
-        runner.kv_cache_bytes,
+        runner.kv_cache_bytes if has_cache else 0,
         limits.max_num_batched_tokens * row_bytes + logit_bytes,
     )
 
@@ -134,7 +137,8 @@ def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, An
         if keeps_bits and is_kept(weight) and not _DENSE.search(weight.name)
     ]
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in packed_weights)
-    if config["tie_word_embeddings"] and not {"lm_head.weight"} & (weights.plain.keys() | weights.quantized.keys()):
+    is_copied = config["tie_word_embeddings"] and config["model_type"] not in ENCODERS
+    if is_copied and not {"lm_head.weight"} & (weights.plain.keys() | weights.quantized.keys()):
         dense += config.get("vocab_size", 0) * (config.get("hidden_size") or 0)
     layers: dict[str, list[QuantizedWeight]] = defaultdict(list)
     for weight in packed_weights:

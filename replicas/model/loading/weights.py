@@ -27,7 +27,8 @@ from replicas.model.layers.experts import are_experts
 from replicas.model.layers.kept_experts import kept_experts
 from replicas.model.layers.linear import KeptLinears
 from replicas.model.loading.checks import read_weights
-from replicas.model.pooling.encoder import TextEncoder, is_encoder
+from replicas.model.pooling.encoder import TextEncoder
+from replicas.model.pooling.kinds import is_encoder
 from replicas.text.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
 
 _CPU = torch.device("cpu")

@@ -13,7 +13,6 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from replicas.errors import ModelLoadError, SequenceFailed
-from replicas.model.pooling.encoder import is_classifier, is_encoder
 from replicas.model.pooling.files import (
     StoredModule,
     stored_max_tokens,
@@ -22,6 +21,7 @@ from replicas.model.pooling.files import (
     stored_settings,
     stored_weights,
 )
+from replicas.model.pooling.kinds import is_classifier, is_encoder
 from replicas.protocol import PoolCard, Pooling, PoolParams, PoolTask
 
 _POOLINGS = {"lasttoken": Pooling.LAST, "cls": Pooling.FIRST, "mean": Pooling.MEAN}

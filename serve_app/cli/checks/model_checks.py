@@ -65,11 +65,12 @@ def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
         weight_bytes = on_gpu.num_bytes
         form = f"{on_gpu.description}; with quantization=fp8 {decimal(on_gpu.num_bytes_in_fp8)}"
     yield Check("weights", Status.OK, f"{decimal(weight_bytes)} ({on_gpu.num_values:,} weights, {form})")
-    if not diagnosis["model"]["has_experts"]:
+    has_cache = bool(diagnosis["model"]["kv_bytes_per_token"])
+    if has_cache and not diagnosis["model"]["has_experts"]:
         yield _speed_check(weight_bytes, diagnosis["read_bytes_per_s"])
     if diagnosis["is_gpu"]:
         free = int(diagnosis["gpu_memory_bytes"] * options.runner.gpu_memory_utilization)
-        cache_bytes = max(0, free - weight_bytes)
+        cache_bytes = max(0, free - weight_bytes) if has_cache else 0
         total = weight_bytes + cache_bytes
     else:
         free, cache_bytes, total = available_memory_bytes(), on_cpu.kv_cache, on_cpu.total

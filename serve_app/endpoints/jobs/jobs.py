@@ -18,7 +18,9 @@ from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.job_schema import WaitQuery
 from serve_app.openai.request.parsing import parse_body
-from serve_app.openai.request.schema import ChatBody
+from serve_app.openai.request.pooled_schema import EmbeddingBody, RerankBody, ScoreBody
+from serve_app.openai.request.schema import ChatBody, CompletionBody
+from serve_app.openai.request.unknown_fields import JOB_LEVEL
 from serve_app.openai.service import CompletionService
 from serve_app.reference.job_answers import JobObject, StatusObject, SubmittedJob
 from serve_app.reference.operations import LOOKUP_FAILURES, SUBMISSION_FAILURES, URGENCY_HEADERS, Created, Operation
@@ -48,7 +50,7 @@ class JobEndpoints:
         created=Created("/v1/jobs/{job_id}"),
     )
     async def submit(self, request: Request) -> Response:
-        """Submit the body of a chat or text completion as a job, which runs later.
+        """Submit the body of a completion, embeddings, scores or ranks as a job, which runs later.
 
         The job is recorded durably before the answer.
         """
@@ -121,7 +123,7 @@ class JobEndpoints:
         return _polled(job, job_object(job, await self._line(job)))
 
     async def _submit(self, request: Request, make: Callable[[Submitter, JsonObject], NewJob]) -> Submission:
-        new = await self._requests.read(request, make)
+        new = await self._requests.read(request, make, JOB_LEVEL)
         await self._check(new, caller_of(request))
         return await self._requests.submit(request, new.batch, "job_id")
 
@@ -132,10 +134,13 @@ class JobEndpoints:
             InvalidRequest: the job cannot be served, as when it exceeds the model's context.
         """
         try:
-            if isinstance(job.body, ChatBody):
-                await self._service.chat(job.body, caller)
-            else:
-                await self._service.completion(job.body, caller)
+            match job.body:
+                case ChatBody():
+                    await self._service.chat(job.body, caller)
+                case CompletionBody():
+                    await self._service.completion(job.body, caller)
+                case EmbeddingBody() | ScoreBody() | RerankBody():
+                    await self._service.pooled(job.body, caller)
         except ServingError as error:
             if not error.retryable:
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic_core import to_json
@@ -12,13 +12,15 @@ from serve_app.endpoints.jobs.job_requests import Submitter
 from serve_app.jobs.api.new_lines import NewLine, NewLines
 from serve_app.jobs.api.records import BatchKind, JobsSettings, NewBatch
 from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.job_schema import MAX_WINDOW_S, JobOptions, PromptBatchOptions
 from serve_app.openai.request.parsing import parse_body
+from serve_app.openai.request.pooled_schema import POOLED_IGNORED, AnyBody, EmbeddingBody, RerankBody, ScoreBody
 from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody, GenerationBody
 from serve_app.openai.request.validation import BodyChecks
 from serve_app.reference.operations import Fields
 
-_CHAT_ENDPOINT, _COMPLETION_ENDPOINT = "/v1/chat/completions", "/v1/completions"
+_COMPLETION_ENDPOINT = "/v1/completions"
 
 _SHORT_FORM_MAX_TOKENS = 50
 """Default of `max_tokens` for a prompt sent to /generate."""
@@ -29,10 +31,26 @@ _BATCH_FIELDS = frozenset({"callback_url", "deadline_ms", "priority", "service_t
 _PLACEHOLDER_PROMPT = "a"
 """Prompt for checking the fields that all prompts share."""
 
-_JOB_LIMITS: JsonObject = {"stream": {"const": False}, "deadline_ms": {"maximum": MAX_WINDOW_S * 1000}}
-JOB_BODIES = (
-    Fields(ChatBody, CHAT_IGNORED, "ChatJobBody", JobOptions, limited=_JOB_LIMITS),
-    Fields(CompletionBody, COMPLETION_IGNORED, "CompletionJobBody", JobOptions, limited=_JOB_LIMITS),
+_WINDOW_LIMIT: JsonObject = {"deadline_ms": {"maximum": MAX_WINDOW_S * 1000}}
+_JOB_LIMITS: JsonObject = {"stream": {"const": False}, **_WINDOW_LIMIT}
+JobBody = ChatBody | CompletionBody | EmbeddingBody | ScoreBody | RerankBody
+_ENDPOINTS: Mapping[str, tuple[str, type[JobBody], IgnoredValues]] = {
+    "messages": ("/v1/chat/completions", ChatBody, CHAT_IGNORED),
+    "prompt": (_COMPLETION_ENDPOINT, CompletionBody, COMPLETION_IGNORED),
+    "input": ("/v1/embeddings", EmbeddingBody, POOLED_IGNORED),
+    "text_1": ("/v1/score", ScoreBody, POOLED_IGNORED),
+    "query": ("/v1/rerank", RerankBody, POOLED_IGNORED),
+}
+"""Endpoint of a job, its schema, and the fields without effect, by the field that its bodies alone have."""
+JOB_BODIES = tuple(
+    Fields(
+        schema,
+        ignored,
+        schema.__name__.replace("Body", "JobBody"),
+        JobOptions,
+        limited=_JOB_LIMITS if issubclass(schema, GenerationBody) else _WINDOW_LIMIT,
+    )
+    for _, schema, ignored in _ENDPOINTS.values()
 )
 SHORT_JOB_BODIES = tuple(replace(body, title=f"Short{body.title}", optional=("model",)) for body in JOB_BODIES)
 PROMPT_BATCH_BODY = Fields(
@@ -58,7 +76,7 @@ class NewJob:
     """Job to be submitted: a batch of one line."""
 
     batch: NewBatch
-    body: ChatBody | CompletionBody
+    body: JobBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +122,23 @@ class JobMaker:
             defaults["max_tokens"] = _SHORT_FORM_MAX_TOKENS
         return self.job(submitter, defaults | {name: value for name, value in fields.items() if value is not None})
 
-    def _checked(self, fields: JsonObject) -> tuple[str, ChatBody | CompletionBody]:
+    def _checked(self, fields: JsonObject) -> tuple[str, JobBody]:
         """Return the endpoint for a body, and the body parsed with that endpoint's schema."""
-        if "messages" in fields and "prompt" in fields:
-            raise InvalidRequest("`prompt` and `messages` are both given; a job has one of them", "prompt")
-        body: ChatBody | CompletionBody
-        if "messages" in fields:
-            body, endpoint = parse_body(ChatBody, fields, CHAT_IGNORED), _CHAT_ENDPOINT
-            self.checks.check_chat(body)
-        elif "prompt" in fields:
-            body, endpoint = parse_body(CompletionBody, fields, COMPLETION_IGNORED), _COMPLETION_ENDPOINT
-            self.checks.check_completion(body)
-        else:
-            raise InvalidRequest("`messages` or else `prompt` must be given", "messages", "missing_required_parameter")
+        given = [name for name in _ENDPOINTS if name in fields]
+        if len(given) > 1:
+            raise InvalidRequest(f"`{given[1]}` and `{given[0]}` are both given; a job has one of them", given[1])
+        if not given:
+            named = ", ".join(f"`{name}`" for name in _ENDPOINTS)
+            raise InvalidRequest(f"one of {named} must be given", "messages", "missing_required_parameter")
+        endpoint, schema, ignored = _ENDPOINTS[given[0]]
+        body = parse_body(schema, fields, ignored)
+        match body:
+            case ChatBody():
+                self.checks.check_chat(body)
+            case CompletionBody():
+                self.checks.check_completion(body)
+            case _:
+                self.checks.check_pooled(body)
         if body.stream:
             raise InvalidRequest("`stream` is true; a job is not streamed", "stream")
         return endpoint, body
@@ -217,7 +239,7 @@ class PromptBatchMaker:
         return body
 
 
-def _window_of(body: GenerationBody) -> float | None:
+def _window_of(body: AnyBody) -> float | None:
     """Return the completion window of asynchronous work, seconds from its submission; None: no limit.
 
     Raises:

@@ -16,24 +16,48 @@ _CHAT_OUTPUT_TOKENS = 256
 _COMPLETION_OUTPUT_TOKENS = 16
 """Expected output of a completion without a limit: the API's default limit."""
 _MAX_EXPECTED_TOKENS = 2**30
+_POOLED = {
+    "/v1/embeddings": ("input",), "/v1/score": ("text_2", "text_1"), "/v1/rerank": ("documents", "query"),
+}  # fmt: skip
+"""Fields with the texts of the endpoints without output tokens, and with their queries."""
 
 
-def sized(new_lines: Iterable[NewLine]) -> Iterator[tuple[NewLine, LineSize]]:
-    """Yield each line with the estimate of its size, for `storage.lines.new_rows`."""
-    return ((line, size_of(line.body)) for line in new_lines)
+def sized(endpoint: str, new_lines: Iterable[NewLine]) -> Iterator[tuple[NewLine, LineSize]]:
+    """Yield each line for `endpoint` with the estimate of its size, for `storage.lines.new_rows`."""
+    return ((line, size_of(endpoint, line.body)) for line in new_lines)
 
 
-def size_of(body: Mapping[str, object]) -> LineSize:
-    """Estimate the size of a request. Any body is accepted: an invalid one fails when its line runs."""
+def size_of(endpoint: str, body: Mapping[str, object]) -> LineSize:
+    """Estimate the size of a request to `endpoint`.
+
+    Any body is accepted: an invalid one fails when its line runs.
+    """
+    num_tokens, beginning = _pooled(body, *_POOLED[endpoint]) if endpoint in _POOLED else _generated(body)
+    expected = min(_MAX_EXPECTED_TOKENS, max(1, num_tokens))
+    return LineSize(
+        expected, -expected.bit_length(), blake2s(beginning.encode(errors="replace"), digest_size=8).hexdigest()
+    )
+
+
+def _generated(body: Mapping[str, object]) -> tuple[int, str]:
+    """Return the tokens of prompts and outputs, and the beginning of the first prompt."""
     num_prompts, num_prompt_tokens, beginning = _prompt_of(body)
     num_choices = _number(body.get("n"), 1)
     max_tokens = _CHAT_OUTPUT_TOKENS if "messages" in body or "input" in body else _COMPLETION_OUTPUT_TOKENS
     for name in ("max_tokens", "max_output_tokens", "max_completion_tokens"):
         max_tokens = _number(body.get(name), max_tokens)
-    expected = min(_MAX_EXPECTED_TOKENS, max(1, num_prompt_tokens + num_prompts * num_choices * max_tokens))
-    return LineSize(
-        expected, -expected.bit_length(), blake2s(beginning.encode(errors="replace"), digest_size=8).hexdigest()
-    )
+    return num_prompt_tokens + num_prompts * num_choices * max_tokens, beginning
+
+
+def _pooled(body: Mapping[str, object], texts_field: str, queries_field: str | None = None) -> tuple[int, str]:
+    """Return the tokens of texts, each behind its query, and the beginning of the first one; one query is for all."""
+    texts = _texts_of(body.get(texts_field))
+    num_tokens, beginning = _size_of_texts(texts)
+    if queries_field is None:
+        return num_tokens, beginning
+    queries = _texts_of(body.get(queries_field))
+    num_query_tokens, beginning = _size_of_texts(queries)
+    return num_tokens + num_query_tokens * (len(texts) if len(queries) == 1 else 1), beginning
 
 
 def _prompt_of(body: Mapping[str, object]) -> tuple[int, int, str]:
@@ -44,11 +68,20 @@ def _prompt_of(body: Mapping[str, object]) -> tuple[int, int, str]:
         contents = [turn.get("content", turn.get("output")) for turn in turns if isinstance(turn, dict)]
         text = "\n".join(map(_text_of, [*instructions, *contents]))
         return 1, len(text) // _CHARS_PER_TOKEN, text[:_PREFIX_CHARS]
-    prompt = body.get("prompt", turns)
-    prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-    num_tokens = sum(len(one) if isinstance(one, list) else len(str(one)) // _CHARS_PER_TOKEN for one in prompts)
-    first = prompts[0][:_PREFIX_CHARS] if isinstance(prompts[0], str | list) else ""
-    return len(prompts), num_tokens, str(first)
+    prompts = _texts_of(body.get("prompt", turns))
+    return len(prompts), *_size_of_texts(prompts)
+
+
+def _texts_of(value: object) -> list[object]:
+    """Return the texts in a text, a list, token ids, or lists of token ids."""
+    return value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
+
+
+def _size_of_texts(texts: list[object]) -> tuple[int, str]:
+    """Return the tokens of texts in total, and the beginning of the first one."""
+    num_tokens = sum(len(text) if isinstance(text, list) else len(str(text)) // _CHARS_PER_TOKEN for text in texts)
+    first = texts[0][:_PREFIX_CHARS] if isinstance(texts[0], str | list) else ""
+    return num_tokens, str(first)
 
 
 def _text_of(content: object) -> str:

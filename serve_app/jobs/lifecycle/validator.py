@@ -133,7 +133,7 @@ class Validator:
             if result.num_lines > self._settings.max_batch_lines:
                 message = f"The file has more than {self._settings.max_batch_lines} lines, the most that is accepted."
                 raise InvalidFile(BatchError("too_many_lines", message, line=raw.number))
-        rows = await asyncio.to_thread(new_rows, batch.id, sized(line for _, line in numbered), start)
+        rows = await asyncio.to_thread(new_rows, batch.id, sized(batch.endpoint, (line for _, line in numbered)), start)
         for taken in await self._context.database.write(lambda connection: _keep(connection, batch.id, owner, rows)):
             number, line = numbered[taken - start]
             message = f"The custom_id `{line.custom_id[:64]}` is used in an earlier line; it must be unique."

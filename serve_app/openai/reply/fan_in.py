@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 from replicas.errors import RequestAborted, ServingError, is_cancelled
 from replicas.protocol import TokenDelta
+from router.dispatch import MAX_OPEN_STREAMS
 
 DeltaStream = AsyncGenerator[TokenDelta, None]
-
-_MAX_OPEN = 256
-"""Most streams of one request that are open at a time; a completion has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ async def _merged(streams: Sequence[DeltaStream]) -> AsyncGenerator[IndexedDelta
     """Yield the deltas of several streams, each advanced by its own task."""
     arrived: asyncio.Queue[IndexedDelta | Exception] = asyncio.Queue(maxsize=len(streams))
 
-    may_open = asyncio.Semaphore(_MAX_OPEN)
+    may_open = asyncio.Semaphore(MAX_OPEN_STREAMS)
 
     async def pump(index: int, stream: DeltaStream) -> None:
         try:

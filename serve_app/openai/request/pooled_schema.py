@@ -43,6 +43,8 @@ class PooledBody(RequestOptions):
     stream_options: ClassVar[None] = None
     n: ClassVar[int] = 1
     seed: ClassVar[None] = None
+    texts_field: ClassVar[str]
+    """Name of the field with the texts that have an output each."""
 
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_INT64)
     """Tokens of a text that are kept; -1 keeps as many as the model takes. Special tokens count, and stay."""
@@ -64,9 +66,16 @@ class PooledBody(RequestOptions):
         """Texts as traces have them."""
         raise NotImplementedError
 
+    @property
+    def num_texts(self) -> int:
+        """Number of texts that have an output each."""
+        return len(getattr(self, self.texts_field))
+
 
 class EmbeddingBody(PooledBody):
     """Body of POST /v1/embeddings."""
+
+    texts_field: ClassVar[str] = "input"
 
     input: Annotated[list[Prompt], PlainValidator(as_prompts, json_schema_input_type=PromptInput)]
     encoding_format: Literal["float", "base64"] = "float"
@@ -96,6 +105,7 @@ class ScoreBody(PooledBody):
     """Body of POST /v1/score, as in vLLM: one text is scored with each of several, or as many with as many."""
 
     operation: ClassVar[str] = "score"
+    texts_field: ClassVar[str] = "text_2"
 
     text_1: Texts
     """Text, or texts, that the others are scored for: queries."""
@@ -134,6 +144,7 @@ class RerankBody(PooledBody):
     """Body of POST /v1/rerank, as Jina and Cohere have it."""
 
     operation: ClassVar[str] = "rerank"
+    texts_field: ClassVar[str] = "documents"
 
     query: NonEmptyText
     documents: Annotated[list[NonEmptyText | RankedDocument], Field(min_length=1)]

@@ -95,6 +95,10 @@ CHAT_LEVEL = level_of(
 """Bodies of this server's own endpoints, all of whose fields are known to each: one that has none refuses it."""
 POOLED_LEVEL = level_of(*_POOLED_BODIES, no_effect=POOLED_IGNORED, documents=level_of(RankedDocument))
 """Bodies whose outputs are pooled."""
+JOB_LEVEL = Level(
+    CHAT_LEVEL.names | POOLED_LEVEL.names, {**POOLED_LEVEL.no_effect, **CHAT_LEVEL.no_effect}, CHAT_LEVEL.inner
+)
+"""Bodies of jobs, which are for one of these endpoints."""
 OPEN_SCHEMAS = (
     *_BODIES, *_POOLED_BODIES, RankedDocument, ChatMessage, TextPart, RefusalPart, ToolCall, CalledFunction,
     FunctionTool, FunctionObject,

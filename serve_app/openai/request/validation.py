@@ -18,7 +18,7 @@ from replicas.settings import check_bounds, setting
 from replicas.shared_rules.token_ids import PROMPT, UnknownToken, first_outside, unknown_token
 from serve_app.errors import shortened
 from serve_app.openai.request.caller import Caller
-from serve_app.openai.request.pooled_schema import AnyBody
+from serve_app.openai.request.pooled_schema import AnyBody, PooledBody
 from serve_app.openai.request.schema import MIN_INT64, ChatBody, CompletionBody, EncodedPrompt, GenerationBody, Prompt
 
 COMPLETION_MAX_TOKENS = 16
@@ -115,6 +115,18 @@ class BodyChecks:
         check_counts(body, len(body.prompt), self.limits)
         check_at_most("logprobs", body.logprobs or 0, self.limits.max_logprobs)
         check_at_most("prompt_logprobs", body.prompt_logprobs or 0, self.limits.max_logprobs)
+
+    def check_pooled(self, body: PooledBody) -> None:
+        """Check a body whose outputs are pooled.
+
+        Raises:
+            InvalidRequest, UnknownModel: the body cannot be served.
+        """
+        check_model(body.model, self.names)
+        if body.num_texts > self.limits.max_texts:
+            field = body.texts_field
+            message = f"`{field}` has {body.num_texts} texts; at most {self.limits.max_texts} are accepted"
+            raise InvalidRequest(message, field)
 
 
 def chat_requests(

@@ -10,6 +10,7 @@ from torch import Tensor
 from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError
 from replicas.model.checkpoint.lazy_weights import LazyWeight
+from replicas.model.layers.linear import PackedLinear
 from replicas.model.loading.config import read_config
 from replicas.model.loading.memory import ReplicaMemory, check_memory, replica_memory
 from replicas.model.loading.options import ModelOptions, Quantization, RunnerOptions
@@ -17,6 +18,7 @@ from replicas.model.loading.weights import load_weights
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.compiled_kernels import need_kernels
 from testkit.model.engine_runs import load_compiled
+from testkit.model.pooling_checkpoints import PoolingFiles, write_encoder
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
 
 MIB = 2**20
@@ -37,6 +39,17 @@ def test_weights_take_what_was_computed(tmp_path: Path, method: str | None) -> N
     taken = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     assert memory(path).weights == pytest.approx(taken, rel=0.02)
     assert memory(path).kv_cache == RunnerOptions().kv_cache_bytes
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_an_encoder_has_no_kv_cache_and_no_output_layer(tmp_path: Path, family: str) -> None:
+    need_kernels()
+    path = write_encoder(tmp_path, family, PoolingFiles("mean"))
+    model = load_compiled(path).model
+    plain = [*model.parameters(), *(part.weight for part in model.modules() if isinstance(part, PackedLinear))]
+    taken = sum(weight.numel() * weight.element_size() for weight in plain)
+    assert memory(path).weights == pytest.approx(taken, rel=0.05)
+    assert memory(path).kv_cache == 0 and "none of KV cache" in str(memory(path))
 
 
 def test_weights_of_4_bits_that_are_rounded_again_are_dense(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """One application for all tests of this folder: two ingresses on the head, two model replicas, each on a raylet."""
 
+import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +10,7 @@ from typing import Any
 import pytest
 
 from testkit.engine.faulty_runner import FAULTS_VARIABLE
+from testkit.limits import LIMIT_S
 from testkit.otlp_receiver import OtlpReceiver, otlp_receiver
 from testkit.serving.raylets import Raylets, serving
 from testkit.serving.served import wait_for
@@ -33,6 +37,16 @@ def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
         "stream": True,
         **fields,
     }
+
+
+async def kill_busy_replica(served: Raylets, count: str = "num_running") -> None:
+    """Kill a replica with several sequences by this count. A look from this event loop would stop its clients."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            replicas = await asyncio.to_thread(served.replicas)
+            busiest = max(replicas, key=lambda replica: replica[count], default=None)
+            if busiest is not None and busiest[count] > 1:
+                return os.kill(busiest["pid"], signal.SIGKILL)
 
 
 @pytest.fixture(scope="package")

@@ -1,9 +1,7 @@
 """A thousand requests, with preemptions and a killed replica: where the time went adds up, and usage is counted."""
 
 import asyncio
-import os
 import random
-import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,7 @@ from serve_app.cli.clients.events import read_events
 from testkit.limits import LIMIT_S
 from testkit.serving.raylets import Raylets
 from testkit.serving.served import wait_for
-from tests.ray.cluster.conftest import body
+from tests.ray.cluster.conftest import body, kill_busy_replica
 
 NUM_REQUESTS, NUM_CLIENTS, KILL_AFTER = 1000, 40, 300
 LONG_EVERY, LONG_TOKENS = 40, 600
@@ -71,16 +69,6 @@ def usage(served: Raylets) -> dict[str, float]:
     rows = served.app.get("/v1/usage")["data"]
     names = ("num_requests", "output_tokens", "computed_tokens", "wasted_tokens", "device_seconds")
     return {name: sum(row[name] for row in rows) for name in names}
-
-
-async def kill_busy_replica(served: Raylets) -> None:
-    """Kill a replica in the middle of sequences. A look from this event loop would stop its clients until all end."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            replicas = await asyncio.to_thread(served.replicas)
-            busiest = max(replicas, key=lambda replica: replica["num_running"], default=None)
-            if busiest is not None and busiest["num_running"] > 1:
-                return os.kill(busiest["pid"], signal.SIGKILL)
 
 
 @pytest.mark.deep

@@ -81,6 +81,14 @@ def test_the_speed_of_one_request_is_bounded_by_the_memory() -> None:
     assert "speed" not in by_name(list(memory_checks(DEMO, ON_CPU | with_experts)))
 
 
+@pytest.mark.parametrize("device", [{}, {"is_gpu": True, "gpu_memory_bytes": 10**9}])
+def test_a_model_that_computes_whole_texts_has_no_kv_cache(device: dict[str, Any]) -> None:
+    encoder = {"model": ON_CPU["model"] | {"kv_bytes_per_token": 0, "kv_bytes_of_longest": 0}}
+    checks = by_name(list(memory_checks(DEMO, ON_CPU | device | encoder)))
+    assert checks["KV cache"].finding.startswith("none") and "speed" not in checks
+    assert checks["model's memory"].status is Status.OK
+
+
 def test_a_gpu_that_torch_does_not_find_is_warned_of() -> None:
     on_cpu, on_gpu = ON_CPU | {"device": "cpu"}, ON_CPU | {"device": "H200", "is_gpu": True}
     assert device_check(on_cpu, has_driver=True).status is Status.WARN

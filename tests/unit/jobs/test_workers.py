@@ -251,7 +251,7 @@ async def _submit(database: Database, folder: Path, num_lines: int, url: str) ->
     of_file = new_batch(kind=BatchKind.FILE, input_file_id="file-in", callback_url=url)
     new = {"batch_0": of_file, **{f"job_{n}": new_batch(1, BatchKind.JOB, callback_url=url) for n in range(1, 31)}}
     for batch_id, each in new.items():
-        rows = new_rows(batch_id, sized(each.lines))
+        rows = new_rows(batch_id, sized(each.endpoint, each.lines))
         await database.write(
             partial(submit_batch, new=each, batch_id=batch_id, rows=rows, settings=settings, now=time())
         )

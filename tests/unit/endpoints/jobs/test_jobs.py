@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import httpx
 import pytest
 
 from replicas.errors import NoReplicaAvailable
-from replicas.protocol import Band
+from replicas.protocol import Band, PoolCard, Pooling, PoolTask
 from serve_app.jobs.api.records import BatchError, BatchKind, BatchStatus, LineStatus
 from testkit.http.api import MODEL, Api, MakeApi, card_of, refusal, serving, stored_reply
 from testkit.http.scripted_dispatcher import write_keys
@@ -17,6 +18,9 @@ from testkit.limits import LIMIT_S, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": MODEL, "prompt": "the quick"}
+EMBEDDINGS = {"model": MODEL, "input": ["the quick", "fox"]}
+SCORES = {"model": MODEL, "text_1": "the quick", "text_2": ["fox"]}
+RANKS = {"model": MODEL, "query": "the quick", "documents": ["fox", {"text": "dog"}]}
 REPLY = stored_reply(" brown fox")
 ERROR = {"message": "too long", "type": "invalid_request_error", "param": "prompt", "code": "context_length_exceeded"}
 
@@ -60,6 +64,50 @@ async def test_job_is_accepted_with_its_place(api: Api, body: dict[str, Any], en
     assert (new.request_id, new.callback_url) == ("mine-1", None)
     assert [line.body for line in new.lines] == [body | {"max_tokens": 5}]
     assert (await get(api, response.headers["location"])).json() == job
+
+
+@pytest.mark.parametrize(
+    ("body", "endpoint", "task"),
+    [
+        (EMBEDDINGS, "/v1/embeddings", PoolTask.EMBED),
+        (SCORES, "/v1/score", PoolTask.SCORE),
+        (RANKS, "/v1/rerank", PoolTask.SCORE),
+    ],
+)
+async def test_jobs_are_for_embeddings_scores_and_ranks_too(
+    make_api: MakeApi, tokenizer: Any, body: dict[str, Any], endpoint: str, task: PoolTask
+) -> None:
+    pool = PoolCard(task, Pooling.LAST, 8)
+    api = make_api(dispatcher={"card": replace(card_of(tokenizer), pool=pool)})
+    job = await submit(api, body | {"deadline_ms": 90_500, "priority": 1})
+    new = api.jobs.new[job["id"]]
+    assert (job["endpoint"], new.endpoint, new.window_s, new.band) == (endpoint, endpoint, 90.5, Band.STANDARD)
+    assert [line.body for line in new.lines] == [body]
+    usage = {"prompt_tokens": 3, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}
+    vector = {"object": "embedding", "index": 0, "embedding": [0.5, 1.0]}
+    reply = {"id": "embd-1", "object": "list", "created": 0, "model": MODEL, "data": [vector], "usage": usage}
+    api.jobs.set_line(job["id"], 0, LineStatus.SUCCEEDED, status_code=200, response=reply)
+    assert (await get(api, f"/v1/jobs/{job['id']}")).json()["result"] == reply
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code", "words"),
+    [
+        ({"input": []}, "input", "invalid_value", "not empty"),
+        ({"input": ["a"] * 2049}, "input", "invalid_value", "at most 2048"),
+        ({"input": "a", "prompt": "b"}, "input", "invalid_value", "both given"),
+        ({"input": "a", "temperature": 1}, "temperature", "unsupported_parameter", "temperature"),
+        ({"input": "a" * 5000}, "model", "invalid_value", "no pooling"),
+        ({"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_1", "invalid_value", "or as many"),
+        ({"query": "a"}, "documents", "missing_required_parameter", "documents"),
+    ],
+)
+async def test_a_job_of_texts_is_refused_as_its_endpoint_would(
+    api: Api, fields: dict[str, Any], param: str, code: str, words: str
+) -> None:
+    response = await api.post("/v1/jobs", {"model": MODEL, **fields})
+    assert refusal(response) == (400, code, param) and words in response.json()["error"]["message"]
+    assert not api.jobs.new
 
 
 async def test_poll_follows_the_job_to_its_result(api: Api) -> None:

@@ -8,6 +8,9 @@ import pytest
 
 from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, ReplicaLost, SequenceFailed, ServingError
 from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta
+from router.flow.flow_control import FlowLimits
+from router.flow.flow_queue import BandLimits
+from router.types import Outcome
 from testkit.router.dispatch_worlds import MakeWorld, World, read
 from testkit.router.flow_worlds import limits
 from testkit.router.simulated_replicas import FakeReplica, request, stats, undisturbed
@@ -46,6 +49,38 @@ async def test_samples_of_one_prompt_share_a_replica_with_room(make_world: MakeW
     streams = world.dispatcher.streams([request(str(number), seed=number) for number in range(6)])
     await asyncio.gather(*map(read, streams))
     assert sorted(len(replica.started) for replica in world.replicas) == [0, 0, 6]
+
+
+async def test_sequences_of_a_request_that_has_begun_are_not_refused_for_the_wait_behind_each_other(
+    make_world: MakeWorld,
+):
+    """The first is admitted for all: a second such request is refused at once, and as one."""
+    tight = FlowLimits({band: BandLimits(100, 10**6, max_wait_s=1.0) for band in Band}, promote_after_s=30.0)
+    reports = [stats(slots=2, rate=10.0, running=(0, 0, 0))]
+    world = make_world(FakeReplica("a", num_slots=2), known=reports, limits=tight)
+    sequences = [request(f"part-{number}", seed=number, prompt=(number, 1, 2)) for number in range(60)]
+    reading = asyncio.gather(*map(read, world.dispatcher.streams(sequences)))
+    await settle_down()
+    assert len(world.flow.queue) == 58 and (world.dispatcher.headroom(Band.STANDARD, "t").wait_s or 0.0) > 1.0
+    others = [request(f"other-{number}", seed=number) for number in range(60)]
+    refused = await asyncio.gather(*map(read, world.dispatcher.streams(others)))
+    assert all(isinstance(outcome.error, Overloaded) for outcome in refused)
+    outcomes = [outcome for _, outcome, _ in world.observer.waits]
+    assert outcomes == [Outcome.DISPATCHED] * 2 + [Outcome.REJECTED_CAPACITY]
+    for outcome, part in zip(await reading, sequences, strict=True):
+        outcome.check(part)
+
+
+async def test_a_request_needs_room_for_its_sequences_together(make_world: MakeWorld):
+    small = FlowLimits({band: BandLimits(8, 10**6) for band in Band}, promote_after_s=30.0)
+    world = make_world(FakeReplica("a", num_slots=1), limits=small)
+    large = [request(f"large-{number}", seed=number) for number in range(20)]
+    reading = asyncio.gather(*map(read, world.dispatcher.streams(large)))
+    await settle_down()
+    assert len(world.flow.queue) > 8, "a request with more sequences than the limit fits if nothing waits"
+    [refused] = await world.read_all([request("late")])
+    assert isinstance(refused.error, Overloaded) and "standard requests wait; the limit is 8" in str(refused.error)
+    assert not any(outcome.error for outcome in await reading)
 
 
 async def test_requests_carry_the_expected_output(make_world: MakeWorld):
