@@ -30,6 +30,7 @@ from serve_app.endpoints.jobs.batches import BatchEndpoints
 from serve_app.endpoints.jobs.files import FileEndpoints
 from serve_app.endpoints.jobs.job_requests import JobRequests
 from serve_app.endpoints.jobs.jobs import JobEndpoints
+from serve_app.endpoints.jobs.message_batches import MessageBatchEndpoints
 from serve_app.endpoints.jobs.new_batches import JobMaker, PromptBatchMaker
 from serve_app.endpoints.jobs.prompt_batches import PromptBatchEndpoints
 from serve_app.endpoints.jobs.sync_prompts import SyncPromptEndpoints
@@ -110,6 +111,7 @@ def create_api(
         endpoints += [
             JobEndpoints(requests, JobMaker(service.checks, model.name), service),
             BatchEndpoints(requests, model.name),
+            MessageBatchEndpoints(requests),
             FileEndpoints(requests, clock),
             PromptBatchEndpoints(requests, PromptBatchMaker(service.checks, model.name), service),
             UsageEndpoints(jobs.client, clock),

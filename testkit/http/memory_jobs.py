@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 
 from replicas.errors import InvalidRequest, ServingError
 from serve_app.jobs.access import JobsAccess
-from serve_app.jobs.api.errors import BatchNotCancellable, FileInUse, IdempotencyKeyInUse, UnknownBatch, UnknownFile
+from serve_app.jobs.api.errors import (
+    BatchInProgress,
+    BatchNotCancellable,
+    FileInUse,
+    IdempotencyKeyInUse,
+    UnknownBatch,
+    UnknownFile,
+)
 from serve_app.jobs.api.records import (
     BatchKind,
     BatchRecord,
@@ -136,6 +143,12 @@ class MemoryJobs:
         if batch.status.is_final:
             raise BatchNotCancellable(f"batch `{batch_id}` has ended: it is {batch.status.value}")
         return self.change(batch_id, status=BatchStatus.CANCELLING, cancelling_unix_s=self.unix_clock())
+
+    async def delete_batch(self, tenant: str, batch_id: str) -> None:
+        batch = await self.batch(tenant, batch_id)
+        if not batch.status.is_final:
+            raise BatchInProgress(f"`{batch_id}` is {batch.status.value}")
+        del self.all_batches[batch_id]
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
         await self.batch(tenant, batch_id)

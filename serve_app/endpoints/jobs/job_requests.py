@@ -20,6 +20,7 @@ from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsService, NewBatch, Submission, new_batch_id
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.caller import Caller, WorkOwner
+from serve_app.openai.request.unknown_fields import CHAT_LEVEL, Level
 from serve_app.tracing.context import TraceContext
 
 ResultT = TypeVar("ResultT")
@@ -69,8 +70,10 @@ class JobRequests:
     bodies: BodyReader
     jobs: JobsAccess
 
-    async def read(self, request: Request, make: Callable[[Submitter, JsonObject], ResultT]) -> ResultT:
-        """Return what `make` returns for the request's sender and body.
+    async def read(
+        self, request: Request, make: Callable[[Submitter, JsonObject], ResultT], level: Level = CHAT_LEVEL
+    ) -> ResultT:
+        """Return what `make` returns for the request's sender and body; `level` has the fields it knows.
 
         Raises:
             HttpError, InvalidRequest, RequestAborted, Overloaded, NoReplicaAvailable: as `BodyReader.convert`, or a
@@ -78,7 +81,7 @@ class JobRequests:
         """
         submitter = Submitter.of(request)
         owner = WorkOwner(Band.BATCH, submitter.caller.principal.tenant)
-        return await self.bodies.convert(request, partial(make, submitter), owner)
+        return await self.bodies.convert(request, partial(make, submitter), owner, level)
 
     async def submit(self, request: Request, new: NewBatch, id_name: str = "batch_id") -> Submission:
         """Submit a batch, and log its id as `id_name`.

@@ -79,6 +79,13 @@ class BatchNotCancellable(ServingError):
     code = "batch_not_cancellable"
 
 
+class BatchInProgress(ServingError):
+    """Refusal to delete a batch, or to show its results, before it is final."""
+
+    kind = ErrorKind.CONFLICT
+    code = "batch_in_progress"
+
+
 class StorageUnavailable(ServingError):
     """Refusal because the database or the files of jobs cannot be used; nothing of the request was accepted.
 

@@ -29,8 +29,12 @@ class BatchKind(Enum):
     """POST /v1/batches: lines come from an uploaded file, and results go to files."""
     PROMPTS = "prompts"
     """POST /v1/batch/async."""
+    MESSAGES = "messages"
+    """POST /v1/messages/batches."""
     JOB = "job"
     """POST /v1/jobs and /generate."""
+    DELETED = "deleted"
+    """Batch that its tenant has deleted: no call finds it, and its lines are deleted soon."""
 
 
 class BatchStatus(Enum):
@@ -172,6 +176,8 @@ class BatchRecord:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that were found in a KV cache."""
+    num_undone: int = 0
+    """Failed lines that the batch's cancellation or expiry ended."""
     eta_s: float | None = None
     """Estimated seconds until the batch is done; None: not known."""
 
@@ -262,9 +268,12 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}" if kind == "file" else f"{kind}_{uuid.uuid4().hex}"
 
 
+_ID_PREFIXES = {BatchKind.JOB: "job", BatchKind.MESSAGES: "msgbatch"}
+
+
 def new_batch_id(kind: BatchKind) -> str:
     """Return an id for a new batch or job."""
-    return new_id("job" if kind is BatchKind.JOB else "batch")
+    return new_id(_ID_PREFIXES.get(kind, "batch"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +361,13 @@ class JobsService(Protocol):
 
         Raises:
             BatchNotCancellable: it is final.
+        """
+
+    async def delete_batch(self, tenant: str, batch_id: str) -> None:
+        """Delete a batch that is final, with its results.
+
+        Raises:
+            BatchInProgress: it is not final.
         """
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_json
-from sqlalchemy import ColumnElement, Connection, bindparam, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, select, update
 
-from serve_app.jobs.api.errors import BatchNotCancellable
+from serve_app.jobs.api.errors import BatchInProgress, BatchNotCancellable
 from serve_app.jobs.api.records import BatchError, BatchKind, BatchStatus, FileRecord, new_id
 from serve_app.jobs.storage.deliveries import enqueue_delivery
 from serve_app.jobs.storage.ownership import is_alive
 from serve_app.jobs.storage.rows.batches import FINAL, BatchRow, get_batch, lock_batches
 from serve_app.jobs.storage.rows.files import add_file
-from serve_app.jobs.storage.schema.tables import batches
+from serve_app.jobs.storage.schema.tables import batches, idempotency_keys
 
 CLOSING = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 _OPEN = batches.c.status.in_((BatchStatus.VALIDATING.value, BatchStatus.IN_PROGRESS.value))
@@ -116,6 +116,21 @@ def cancel_batch(connection: Connection, tenant: str, batch_id: str, now: float)
         raise BatchNotCancellable(f"`{batch_id}` has ended: it is {status.value}")
     if status not in CLOSING:
         _begin_closing(connection, batches.c.id == batch_id, BatchStatus.CANCELLING, BatchStatus.CANCELLED, now)
+
+
+def delete_batch(connection: Connection, tenant: str, batch_id: str) -> None:
+    """Hide a final batch from its tenant, and mark its lines as old, so that the sweeper deletes them.
+
+    Raises:
+        UnknownBatch: there is no such batch, or it belongs to another tenant.
+        BatchInProgress: it is not final.
+    """
+    own = (batches.c.id == batch_id, batches.c.tenant == tenant, batches.c.kind != BatchKind.DELETED.value)
+    values = {"kind": BatchKind.DELETED.value, "ending": batches.c.status}
+    if connection.execute(_change(*own, batches.c.status.in_(FINAL)).values(values)).rowcount == 0:
+        status = get_batch(connection, tenant, batch_id).status
+        raise BatchInProgress(f"`{batch_id}` is {status}; it can be deleted when it has ended")
+    connection.execute(delete(idempotency_keys).where(idempotency_keys.c.batch_id == batch_id))
 
 
 def late_batches(connection: Connection, model: str, now: float) -> list[str]:

@@ -282,6 +282,7 @@ def close_lines(connection: Connection, batch: BatchRow, status: LineStatus, err
     connection.execute(update(lines).where(these).values(values))
     sums = {
         "num_failed": batches.c.num_failed + len(rows),
+        "num_undone": batches.c.num_undone + len(rows),
         "num_queued": batches.c.num_queued - sum(row.status == LineStatus.QUEUED.value for row in rows),
         "waiting_tokens": batches.c.waiting_tokens - sum(row.expected_tokens for row in rows),
     }
