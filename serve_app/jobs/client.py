@@ -16,13 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from replicas.errors import NoReplicaAvailable, ServingError, is_cancelled
 from replicas.protocol import Metric, MetricKind
 from router.serve_router import HANDLE_ERRORS, in_own_context
-from serve_app.jobs.api.errors import (
-    BatchNotCancellable,
-    UnknownBatch,
-    UnknownConversation,
-    UnknownFile,
-    UnknownResponse,
-)
+from serve_app.jobs.api.errors import BatchNotCancellable, UnknownConversation, UnknownFile, UnknownResponse
 from serve_app.jobs.api.records import JobsCounts, JsonObject
 
 P = ParamSpec("P")
@@ -32,8 +26,8 @@ _PAUSE_S = 0.2
 """Seconds between a lost call and the next attempt."""
 _ALL_LIMIT_S = 1.0
 """Limit of a call to all workers, seconds."""
-_DELETIONS = frozenset({"delete_file", "delete_batch", "delete_response", "delete_conversation"})
-"""Methods without an answer; what is gone after a lost call was deleted by it."""
+_DELETIONS = frozenset({"delete_file", "delete_response", "delete_conversation"})
+"""Methods that raise for what is gone; after a lost call this is what they deleted."""
 _LEAST_TELLING = "cancelled"
 """Status of a line in a worker that has given it up; another one may run it, or have run it."""
 
@@ -107,7 +101,7 @@ class ServeJobs:
                     except _CallLost:
                         was_lost = True
                         await asyncio.sleep(_PAUSE_S)
-                    except (UnknownFile, UnknownBatch, UnknownResponse, UnknownConversation):
+                    except (UnknownFile, UnknownResponse, UnknownConversation):
                         if name not in _DELETIONS or not was_lost:
                             raise
                         return None

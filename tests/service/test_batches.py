@@ -114,6 +114,25 @@ def test_lines_of_messages_are_answered_as_messages(client: openai.OpenAI) -> No
     assert failed["body"]["error"]["type"] == "invalid_request_error"
 
 
+def test_a_message_batch_has_a_result_for_each_request(http: httpx.Client) -> None:
+    params = {"model": MODEL_NAME, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    bodies = {"good": params, "zero": params | {"max_tokens": 0}, "other": params | {"model": "nobody"}}
+    requests = [{"custom_id": name, "params": body} for name, body in bodies.items()]
+    path = f"/v1/messages/batches/{http.post('/v1/messages/batches', json={'requests': requests}).json()['id']}"
+    batch = wait_for(lambda: (found := http.get(path).json())["ended_at"] and found, f"{path} has ended", period_s=0.2)
+    assert batch["request_counts"] == {"processing": 0, "succeeded": 1, "errored": 2, "canceled": 0, "expired": 0}
+    lines = [json.loads(text) for text in http.get(batch["results_url"]).text.splitlines()]
+    assert [one["custom_id"] for one in lines] == list(bodies)
+    good, zero, other = (one["result"] for one in lines)
+    assert (good["type"], good["message"]["type"], good["message"]["usage"]["output_tokens"]) == (
+        "succeeded", "message", 4,
+    )  # fmt: skip
+    kinds = [(one["type"], one["error"]["type"], one["error"]["error"]["type"]) for one in (zero, other)]
+    assert kinds == [("errored", "error", "invalid_request_error"), ("errored", "error", "not_found_error")]
+    assert http.delete(path).json()["type"] == "message_batch_deleted"
+    assert http.get(path).status_code == http.get(f"{path}/results").status_code == 404
+
+
 @pytest.mark.parametrize(
     ("lines", "number", "code"),
     [

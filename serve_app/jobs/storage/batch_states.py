@@ -119,15 +119,15 @@ def cancel_batch(connection: Connection, tenant: str, batch_id: str, now: float)
 
 
 def delete_batch(connection: Connection, tenant: str, batch_id: str) -> None:
-    """Hide a final batch from its tenant, and mark its lines as old, so that the sweeper deletes them.
+    """Hide a final batch from its tenant, and mark its lines as old, so that the sweeper deletes them; again: nothing.
 
     Raises:
         UnknownBatch: there is no such batch, or it belongs to another tenant.
         BatchInProgress: it is not final.
     """
-    own = (batches.c.id == batch_id, batches.c.tenant == tenant, batches.c.kind != BatchKind.DELETED.value)
+    own = (batches.c.id == batch_id, batches.c.tenant == tenant, batches.c.status.in_(FINAL))
     values = {"kind": BatchKind.DELETED.value, "ending": batches.c.status}
-    if connection.execute(_change(*own, batches.c.status.in_(FINAL)).values(values)).rowcount == 0:
+    if connection.execute(_change(*own).values(values)).rowcount == 0:
         status = get_batch(connection, tenant, batch_id).status
         raise BatchInProgress(f"`{batch_id}` is {status}; it can be deleted when it has ended")
     connection.execute(delete(idempotency_keys).where(idempotency_keys.c.batch_id == batch_id))
