@@ -112,10 +112,9 @@ class SqlResponses:
 
     async def history(self, tenant: str, response_id: str | None, conversation_id: str | None) -> tuple[str, ...]:
         """Return the items of the conversation up to a response, or of a conversation object."""
-        if response_id is not None:
-            return await self._database.read(lambda c: responses.history(c, tenant, response_id))
-        assert conversation_id is not None
-        return await self._database.read(lambda c: conversations.all_items(c, tenant, conversation_id))
+        return await self._database.read(
+            lambda c: responses.conversation_before(c, tenant, response_id, conversation_id)
+        )
 
     async def create_conversation(self, tenant: str, conversation: ConversationRecord, items: Sequence[str]) -> None:
         """Store a new conversation with its first items."""

@@ -165,9 +165,10 @@ async def _jobs(
     metrics.registry.register(CountsCollector(text.grammars.metrics))
     ledger, tracer = UsageLedger(Clock()), Tracer(settings.tracing, "headway-jobs", "0")
     service = CompletionService(routing.dispatcher, known, text, settings.limits, random.Random(0), ledger)
+    context = JobsContext(database, files, job_settings)
     runtime = JobsRuntime(
-        JobsContext(database, files, job_settings),
-        LineRunner(service, metrics.outputs, random.Random(0), Clock(), tracer),
+        context,
+        LineRunner(service, metrics.outputs, random.Random(0), context, tracer),
         LineCapacity(routing.dispatcher.load, routing.queue),
         BacklogView(Clock()),
     )

@@ -73,7 +73,7 @@ def test_request_that_cannot_be_served_fails_alone(client: openai.OpenAI) -> Non
     assert failed["hot"]["body"]["error"]["param"] == "temperature"
 
 
-def test_lines_of_responses_are_answered_as_responses(client: openai.OpenAI) -> None:
+def test_lines_of_responses_are_answered_as_responses(client: openai.OpenAI, http: httpx.Client) -> None:
     endpoint = "/v1/responses"
 
     def of_response(name: str, **fields: Any) -> str:
@@ -81,14 +81,27 @@ def test_lines_of_responses_are_answered_as_responses(client: openai.OpenAI) -> 
         return json.dumps({"custom_id": name, "method": "POST", "url": endpoint, "body": body})
 
     tools = [{"type": "web_search"}]
-    lines = of_response("good", tools=tools, colour="red"), of_response("bad", previous_response_id="resp_1")
+    bad = of_response("bad", previous_response_id="resp_1"), of_response("early", background=True)
+    lines = of_response("good", tools=tools, colour="red"), of_response("alone", store=False), *bad
     batch = ended(client, submit(client, *lines, endpoint=endpoint))
-    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
-    response = results(client, batch.output_file_id)["good"]["response"]["body"]
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 2)
+    bodies = {name: one["response"]["body"] for name, one in results(client, batch.output_file_id).items()}
+    response = bodies["good"]
     assert (response["object"], response["usage"]["output_tokens"] > 0) == ("response", True)
     assert response["warnings"] == ["ignored: colour", "ignored tool: web_search"]
-    failed = results(client, batch.error_file_id)["bad"]["response"]
-    assert (failed["status_code"], failed["body"]["error"]["param"]) == (400, "previous_response_id")
+    failed = {name: one["response"] for name, one in results(client, batch.error_file_id).items()}
+    outcomes = {name: (one["status_code"], one["body"]["error"]["param"]) for name, one in failed.items()}
+    assert outcomes == {"bad": (404, "previous_response_id"), "early": (400, "background")}
+    # What a line stores is read and continued as any other response.
+    assert http.get(f"/v1/responses/{response['id']}").json() == response
+    assert http.get(f"/v1/responses/{bodies['alone']['id']}").status_code == 404
+    assert http.get(f"/v1/responses/{response['id']}", headers={"authorization": "Bearer zeta"}).status_code == 404
+    next_one = of_response("next", previous_response_id=response["id"], input="again")
+    batch = ended(client, submit(client, next_one, endpoint=endpoint))
+    response = results(client, batch.output_file_id)["next"]["response"]["body"]
+    asked = {"model": MODEL_NAME, "input": "and again", "previous_response_id": response["id"]}
+    num_tokens = http.post("/v1/responses/input_tokens", json=asked).json()["input_tokens"]
+    assert num_tokens > response["usage"]["input_tokens"] + response["usage"]["output_tokens"]
 
 
 def test_a_line_with_ignored_fields_is_served_and_names_them(client: openai.OpenAI) -> None:

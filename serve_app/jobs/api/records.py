@@ -292,6 +292,8 @@ class JobsSettings:
     """Size of the largest uploaded file, bytes."""
     max_unfinished_batches: int = 10_000
     """Most unfinished batches and jobs of one tenant. Further ones are refused with status 429."""
+    max_unfinished_responses: int = 10_000
+    """Most unfinished stored responses of one tenant. Further ones are refused with status 429."""
     max_unfinished_lines: int = setting(1_000_000, ge=1)
     """Most unfinished requests in the batches of one tenant. Further ones are refused with status 429."""
     job_lease_s: float = setting(10.0, gt=0)

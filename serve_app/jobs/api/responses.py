@@ -73,6 +73,14 @@ class ResponseEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class EndedResponse:
+    """Response of a batch's line, which is stored when it has ended."""
+
+    new: NewResponse
+    end: ResponseEnd
+
+
+@dataclass(frozen=True, slots=True)
 class ResponseRecord:
     """Stored response in its present state."""
 
