@@ -126,7 +126,8 @@ class Jobs:
 
         process = "jobs" if self._num_workers == 1 else f"jobs-{this_replica_id()}"
         families = families_of_process(self._registry, process)
-        return JobsCounts(await self._own_metrics(), families, await self._runtime.running())
+        runtime = self._runtime
+        return JobsCounts(await self._own_metrics(), families, await runtime.running(), await runtime.stored())
 
     async def _own_metrics(self) -> tuple[Metric, ...]:
         return await self._runtime.metrics(self._webhooks.outcomes)

@@ -147,7 +147,8 @@ def _most_telling(lines: Sequence[JsonObject | None]) -> JsonObject | None:
 def _total(counts: Sequence[JobsCounts]) -> JobsCounts:
     router = (family for one in counts for family in one.router)
     running = next((one.running for one in counts if one.running), ())
-    return JobsCounts(_of_all_workers([one.own for one in counts]), tuple(router), running)
+    stored = next((one.stored for one in counts if one.stored is not None), None)
+    return JobsCounts(_of_all_workers([one.own for one in counts]), tuple(router), running, stored)
 
 
 def _of_all_workers(metrics: Sequence[Sequence[Metric]]) -> tuple[Metric, ...]:

@@ -164,13 +164,13 @@ class SqlResponses:
         """Delete an item of a conversation, and return the conversation."""
         return await self._write(lambda c: conversations.delete_item(c, tenant, conversation_id, item_id))
 
-    async def stored_by_tenant(self) -> Mapping[str, StoredSize]:
-        """Return the size of what each tenant has stored."""
-        return await self._database.read(conversations.all_stored)
+    async def stored_by_tenant(self, tenant: str | None = None) -> Mapping[str, StoredSize]:
+        """Return the size of what each tenant has stored, or of what one has."""
+        return await self._database.read(lambda c: conversations.stored_sizes(c, tenant))
 
     async def delete_stored(self, tenant: str) -> StoredSize:
         """Delete all that a tenant has stored, and return its size before; what runs is stopped."""
-        size = (await self.stored_by_tenant()).get(tenant, StoredSize(0, 0, 0, None))
+        size = (await self.stored_by_tenant(tenant)).get(tenant, StoredSize(0, 0, 0, None))
         for delete_some in (responses.delete_some, conversations.delete_some):
             while await self._write(partial(delete_some, tenant=tenant, limit=_NUM_AT_ONCE)):
                 pass

@@ -101,7 +101,8 @@ class LocalJobs:
         return getattr(runtime.responses if hasattr(ResponsesService, name) else runtime.service, name)
 
     async def metrics(self) -> JobsCounts:
-        return JobsCounts(router=families_of_process(self._registry, "jobs"))
+        families = families_of_process(self._registry, "jobs")
+        return JobsCounts(await self._runtime.metrics({}), families, stored=await self._runtime.stored())
 
 
 @dataclass(frozen=True)

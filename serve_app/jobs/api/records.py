@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric as Family
 from replicas.protocol import Band, Metric
 from replicas.settings import check_bounds, setting
 from serve_app.jobs.api.new_lines import NewLines
+from serve_app.jobs.api.responses import StoredSums
 from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 from serve_app.tracing.context import TraceContext
 
@@ -261,6 +262,8 @@ class JobsCounts:
     """Families of each worker; the label `process` of their samples names it."""
     running: tuple[BatchProgress, ...] = ()
     """Newest batches that run, of all tenants; jobs, which have one line, are not among them."""
+    stored: StoredSums | None = None
+    """Sizes of stored responses and conversations; None: they are not known now."""
 
 
 def new_id(kind: str) -> str:

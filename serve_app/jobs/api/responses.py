@@ -218,8 +218,8 @@ class ResponsesService(Protocol):
     async def delete_item(self, tenant: str, conversation_id: str, item_id: str) -> ConversationRecord:
         """Delete an item of a conversation, and return the conversation."""
 
-    async def stored_by_tenant(self) -> Mapping[str, StoredSize]:
-        """Return the size of what each tenant has stored."""
+    async def stored_by_tenant(self, tenant: str | None = None) -> Mapping[str, StoredSize]:
+        """Return the size of what each tenant has stored, or of what one has."""
 
     async def delete_stored(self, tenant: str) -> StoredSize:
         """Delete all that a tenant has stored, and return its size before."""
@@ -234,3 +234,14 @@ class StoredSize:
     num_bytes: int
     oldest_unix_s: float | None
     """Creation of the oldest response; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSums:
+    """Size of what all tenants have stored together, and of what those with most have."""
+
+    total: StoredSize
+    num_tenants: int
+    """Tenants that have something stored."""
+    largest: Mapping[str, StoredSize]
+    """Sizes of the tenants with most bytes, the largest first."""

@@ -23,6 +23,7 @@ from serve_app.jobs.lifecycle.state_loops import BatchEvents
 from serve_app.jobs.responses import SqlResponses
 from serve_app.jobs.storage.ownership import reap_owner
 from serve_app.jobs.storage.response_outputs import NewOutput, commit_outputs, held_numbers, lease_responses
+from serve_app.jobs.storage.rows.conversations import stored_sums
 from serve_app.jobs.storage.rows.responses import delete_some, expire_responses
 from serve_app.jobs.storage.schema.database import Database
 from serve_app.jobs.storage.schema.tables import conversation_items, conversations, response_deltas, responses, stored
@@ -210,8 +211,14 @@ async def test_all_that_a_tenant_has_stored_is_counted_and_deleted(store: SqlRes
         await add(store, name)
     await add(store, "c", tenant="other")
     await store.create_conversation("acme", ConversationRecord("conv", 1.0, "{}"), [item("first")])
-    size = (await store.stored_by_tenant())["acme"]
+    sizes = await store.stored_by_tenant()
+    size = sizes["acme"]
     assert (size.num_responses, size.num_conversations, size.oldest_unix_s) == (2, 1, world.now)
+    assert await store.stored_by_tenant("acme") == {"acme": size}
+    sums = await world.database.read(lambda c: stored_sums(c, 1))
+    assert (sums.num_tenants, dict(sums.largest)) == (2, {"acme": size})
+    assert (sums.total.num_responses, sums.total.num_conversations, sums.total.oldest_unix_s) == (3, 1, world.now)
+    assert sums.total.num_bytes == sum(one.num_bytes for one in sizes.values())
     assert await store.delete_stored("acme") == size
     left = await store.stored_by_tenant()
     assert (left["acme"].num_responses, left["acme"].num_bytes, left["other"].num_responses) == (0, 0, 1)
