@@ -13,6 +13,7 @@ from serve_app.jobs.api.responses import (
     ConversationRecord,
     ItemPage,
     ItemPageRequest,
+    ItemReference,
     NewResponse,
     ResponseEnd,
     ResponseProgress,
@@ -115,6 +116,10 @@ class SqlResponses:
         return await self._database.read(
             lambda c: responses.conversation_before(c, tenant, response_id, conversation_id)
         )
+
+    async def find_items(self, tenant: str, references: Sequence[ItemReference]) -> tuple[str, ...]:
+        """Return the items of a tenant's responses and conversations with some ids."""
+        return await self._database.read(lambda c: responses.find_items(c, tenant, references))
 
     async def create_conversation(self, tenant: str, conversation: ConversationRecord, items: Sequence[str]) -> None:
         """Store a new conversation with its first items."""

@@ -104,6 +104,38 @@ async def test_a_conversation_grows_by_the_items_of_its_responses(http: httpx.As
     assert listed[2] == first["output"][0]
 
 
+async def test_an_item_is_sent_by_its_id(http: httpx.AsyncClient) -> None:
+    conversation = (await http.post("/v1/conversations", json={})).json()["id"]
+    added = {"items": [{"type": "message", "role": "user", "content": "Remember 7"}]}
+    given = (await http.post(f"/v1/conversations/{conversation}/items", json=added)).json()["data"]
+    first = await respond(http, input=added["items"])
+    own = (await http.get(f"/v1/responses/{first['id']}/input_items")).json()["data"]
+    question = {"type": "message", "role": "user", "content": "And now?"}
+    whole = [*added["items"], *first["output"], question]
+
+    async def count(items: list[Any], key: str = "acme", **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "input": items, **fields}
+        headers = {"authorization": f"Bearer {key}"}
+        return await http.post("/v1/responses/input_tokens", json=body, headers=headers)
+
+    def reference(item: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "item_reference", "id": item["id"]}
+
+    expected = (await count(whole)).json()
+    for begin in (given, own):
+        items = [reference(begin[0]), *map(reference, first["output"]), question]
+        assert (await count(items)).json() == expected
+        unknown = await count(items, "other")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "item_not_found")
+        assert begin[0]["id"] in unknown.json()["error"]["message"]
+    # The response has the items themselves.
+    second = await respond(http, input=items)
+    stored = (await http.get(f"/v1/responses/{second['id']}/input_items", params={"order": "asc"})).json()["data"]
+    assert stored[:-1] == [own[0], *first["output"]]
+    after = await count([reference(second["output"][0])], previous_response_id=first["id"])
+    assert after.status_code == 200, after.text
+
+
 async def test_tenants_see_what_they_store_and_operators_delete_it(http: httpx.AsyncClient) -> None:
     await respond(http)
     await respond(http)

@@ -53,7 +53,7 @@ class UnknownConversation(ServingError):
 
 
 class UnknownItem(UnknownConversation):
-    """Error for an item that a conversation does not have."""
+    """Error for an item that is not stored, or not in a conversation."""
 
     code = "item_not_found"
 

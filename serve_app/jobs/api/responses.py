@@ -134,6 +134,15 @@ class ItemPageRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ItemReference:
+    """Reference to a stored item."""
+
+    item_id: str
+    response_id: str | None
+    """Response that has the item if no conversation has it; None: none."""
+
+
+@dataclass(frozen=True, slots=True)
 class ItemPage:
     """Part of a list of items, each as JSON."""
 
@@ -192,6 +201,13 @@ class ResponsesService(Protocol):
         Raises:
             UnknownResponse: a response of the conversation does not exist.
             InvalidRequest: the response has not ended.
+        """
+
+    async def find_items(self, tenant: str, references: Sequence[ItemReference]) -> tuple[str, ...]:
+        """Return the items of a tenant's responses and conversations with some ids.
+
+        Raises:
+            UnknownItem: one of them is not stored.
         """
 
     async def create_conversation(self, tenant: str, conversation: ConversationRecord, items: Sequence[str]) -> None:

@@ -17,11 +17,11 @@ from router.timeline import Timeline
 from serve_app.errors import reply_to
 from serve_app.jobs.api.errors import UnknownConversation, UnknownResponse
 from serve_app.jobs.api.records import BatchKind, JobsSettings, LineStatus
-from serve_app.jobs.api.responses import EndedResponse, NewResponse, ResponseEnd, ResponseStatus
+from serve_app.jobs.api.responses import EndedResponse, ItemReference, NewResponse, ResponseEnd, ResponseStatus
 from serve_app.jobs.execution.line_task import Attempt, LineRegistry, LineTask
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
 from serve_app.jobs.storage.rows.batch_queue import Backlog, OpenBatch
-from serve_app.jobs.storage.rows.responses import add_ended_response, conversation_before
+from serve_app.jobs.storage.rows.responses import add_ended_response, conversation_before, find_items
 from serve_app.jobs.storage.schema.database import JobsContext
 from serve_app.keys.authenticator import Principal
 from serve_app.monitoring.http import OutputMetrics
@@ -39,7 +39,7 @@ from serve_app.protocols.messages.conversion import adapted_message
 from serve_app.protocols.messages.schema import MESSAGES_LEVEL
 from serve_app.protocols.responses.conversion import ResponseRequest
 from serve_app.protocols.responses.schema import RESPONSES_LEVEL, ResponsesBody
-from serve_app.protocols.responses.stored import parsed_items, split_response, stored_items
+from serve_app.protocols.responses.stored import parsed_items, response_id_of, split_response, stored_items
 from serve_app.tracing.request_spans import add_request
 from serve_app.tracing.tracer import Moment, Trace, Tracer
 
@@ -139,6 +139,7 @@ class LineRunner:
         caller = self._caller(line_task, attempt.timeline)
         asked = body if isinstance(body, ResponseRequest) else None
         if asked is not None:
+            asked = await self._with_items(asked, line_task.batch.tenant)
             body = await self._adapted(asked, line_task.batch.tenant)
         match body:
             case AdaptedChat():
@@ -163,6 +164,18 @@ class LineRunner:
         self._metrics.chosen(prepared.body.n, prepared.longest_outputs)
         stored = None if asked is None or not asked.body.store else _stored(line_task, asked, prepared, reply)
         return _succeeded(line_task.line, prepared, to_json(reply).decode(), stored)
+
+    async def _with_items(self, asked: ResponseRequest, tenant: str) -> ResponseRequest:
+        """Return the request of a response with the stored items to which it refers.
+
+        Raises:
+            UnknownItem: one of them is not stored.
+        """
+        if not asked.referenced_ids:
+            return asked
+        references = [ItemReference(item_id, response_id_of(item_id)) for item_id in asked.referenced_ids]
+        items = await self._database.read(lambda c: find_items(c, tenant, references))
+        return asked.with_items(parsed_items(items))
 
     async def _adapted(self, asked: ResponseRequest, tenant: str) -> AdaptedChat:
         """Return the chat of a response, with the stored part of its conversation.

@@ -234,8 +234,9 @@ def end_lines(
     for result in results:
         if _key(result.line) in held:
             held.remove(_key(result.line))
-            is_stored = store is not None and result.stored is not None
-            ended.counted.append(store(connection, result) if is_stored else result)
+            if store is not None and result.stored is not None:
+                result = store(connection, result)
+            ended.counted.append(result)
     if not ended.counted:
         return ended
     connection.execute(_END, [_end_values(result) for result in ended.counted])

@@ -199,6 +199,14 @@ def all_items(connection: Connection, tenant: str, conversation_id: str) -> tupl
     return tuple(connection.execute(query.order_by(conversation_items.c.position)).scalars())
 
 
+def items_by_id(connection: Connection, tenant: str, item_ids: Sequence[str]) -> dict[str, str]:
+    """Return those of these items that a tenant's conversations have; of several with one id any."""
+    query = select(conversation_items.c.id, conversation_items.c.item).where(
+        conversation_items.c.tenant == tenant, conversation_items.c.id.in_(item_ids)
+    )
+    return {row.id: row.item for row in connection.execute(query)}
+
+
 def find_item(connection: Connection, tenant: str, conversation_id: str, item_id: str) -> str:
     """Return an item of a conversation.
 

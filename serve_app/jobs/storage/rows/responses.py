@@ -9,12 +9,13 @@ from pydantic_core import from_json
 from sqlalchemy import Connection, Row, bindparam, delete, func, insert, literal, select, update
 
 from replicas.errors import InvalidRequest, Overloaded
-from serve_app.jobs.api.errors import UnknownPreviousResponse, UnknownResponse
+from serve_app.jobs.api.errors import UnknownItem, UnknownPreviousResponse, UnknownResponse
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.api.responses import (
     EndedResponse,
     ItemPage,
     ItemPageRequest,
+    ItemReference,
     NewResponse,
     ResponseEnd,
     ResponseRecord,
@@ -26,6 +27,7 @@ from serve_app.jobs.storage.rows.conversations import (
     all_items,
     count_stored,
     get_conversation,
+    items_by_id,
     stored_bytes,
     too_much_stored,
 )
@@ -246,10 +248,28 @@ def list_items(connection: Connection, tenant: str, response_id: str, page: Item
     return ItemPage(items[: page.limit], len(items) > page.limit)
 
 
+def find_items(connection: Connection, tenant: str, references: Sequence[ItemReference]) -> tuple[str, ...]:
+    """Return a tenant's items with some ids, from its conversations and responses.
+
+    Raises:
+        UnknownItem: one of them is not stored.
+    """
+    found = items_by_id(connection, tenant, [reference.item_id for reference in references])
+    response_ids = {reference.response_id for reference in references if reference.item_id not in found}
+    columns = select(responses.c.input, responses.c.output)
+    for row in connection.execute(columns.where(responses.c.id.in_(response_ids), responses.c.tenant == tenant)):
+        for item in (*split_items(row.input), *split_items(row.output)):
+            found.setdefault(from_json(item)["id"], item)
+    missing = next((one.item_id for one in references if one.item_id not in found), None)
+    if missing is not None:
+        raise UnknownItem(f"there is no stored item `{missing[:_SHOWN_CHARS]}`")
+    return tuple(found[reference.item_id] for reference in references)
+
+
 def conversation_before(
     connection: Connection, tenant: str, response_id: str | None, conversation_id: str | None
 ) -> tuple[str, ...]:
-    """Return the items of the conversation up to a response, or else of a conversation object.
+    """Return the items of the conversation up to a response, or else of a conversation object, or else none.
 
     Raises:
         UnknownPreviousResponse, InvalidRequest: as `history`.
@@ -257,8 +277,7 @@ def conversation_before(
     """
     if response_id is not None:
         return history(connection, tenant, response_id)
-    assert conversation_id is not None
-    return all_items(connection, tenant, conversation_id)
+    return () if conversation_id is None else all_items(connection, tenant, conversation_id)
 
 
 def history(connection: Connection, tenant: str, response_id: str) -> tuple[str, ...]:

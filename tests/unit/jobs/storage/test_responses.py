@@ -12,11 +12,12 @@ from sqlalchemy import Connection, event, func, select, text, update
 
 from replicas.errors import InvalidRequest, Overloaded
 from serve_app.jobs.api.errors import UnknownConversation, UnknownPreviousResponse, UnknownResponse
-from serve_app.jobs.api.records import BatchStatus, JobsSettings
+from serve_app.jobs.api.records import BatchKind, BatchStatus, JobsSettings, PageRequest
 from serve_app.jobs.api.responses import (
     ConversationRecord,
     EndedResponse,
     ItemPageRequest,
+    ItemReference,
     NewResponse,
     ResponseEnd,
     ResponseRun,
@@ -26,10 +27,11 @@ from serve_app.jobs.api.responses import (
 from serve_app.jobs.execution.line_runner import store_response
 from serve_app.jobs.lifecycle.state_loops import BatchEvents
 from serve_app.jobs.responses import SqlResponses
-from serve_app.jobs.storage.lines import LeasedLine, LineResult, end_lines
+from serve_app.jobs.storage.batch_states import delete_batch
+from serve_app.jobs.storage.lines import LeasedLine, LineResult, end_lines, lease_lines
 from serve_app.jobs.storage.ownership import reap_owner
 from serve_app.jobs.storage.response_outputs import NewOutput, commit_outputs, held_numbers, lease_responses
-from serve_app.jobs.storage.rows.batches import batch_record, select_batch
+from serve_app.jobs.storage.rows.batches import batch_record, list_batches, list_lines, select_batch
 from serve_app.jobs.storage.rows.conversations import stored_sums
 from serve_app.jobs.storage.rows.responses import delete_some, expire_responses
 from serve_app.jobs.storage.schema.database import Database
@@ -138,6 +140,7 @@ async def test_another_tenants_objects_are_unknown(store: SqlResponses) -> None:
         store.delete_conversation("b", "conv"), store.add_items("b", "conv", [item("x")]),
         store.conversation_items("b", "conv", PAGE), store.conversation_item("b", "conv", "first"),
         store.delete_item("b", "conv", "first"), store.history("b", None, "conv"),
+        store.find_items("b", [ItemReference("first", "a")]),
         store.begin_response(new("c", "b", conversation_id="conv"), INGRESS),
     ]  # fmt: skip
     for call in of_conversation:
@@ -178,7 +181,11 @@ async def test_a_line_is_stored_with_its_result_or_fails_by_the_limit(store: Sql
     await world.add_owner(WORKER)
     batch_id = (await world.submit(new_batch(3, endpoint="/v1/responses"))).batch.id
     lines = await world.lease(WORKER, batch_id)
-    small, large, lost = result_of(lines[0], 500), result_of(lines[1], 3000), result_of(lines[2], 1, conversation_id="x")
+    small, large, lost = (
+        result_of(lines[0], 500),
+        result_of(lines[1], 3000),
+        result_of(lines[2], 1, conversation_id="x"),
+    )
     keep = partial(store_response, settings=world.settings, now=world.now)
     ended = await world.write(lambda c: end_lines(c, WORKER, [small, large, lost], world.now, keep))
     assert [result.status_code for result in ended.counted] == [200, 429, 404]
@@ -294,9 +301,10 @@ def statements(database: Database) -> Iterator[list[tuple[str, Any]]]:
     """Give the statements that are executed within the context, with their parameters."""
     seen: list[tuple[str, Any]] = []
 
-    def note(connection: Connection, cursor: object, statement: str, parameters: Any, *others: object) -> None:
+    def note(_connection: Connection, _cursor: object, statement: str, parameters: Any, *others: object) -> None:
+        is_for_many = others[-1]
         if statement.startswith(("SELECT", "UPDATE", "DELETE", "WITH")):
-            seen.append((statement, parameters))
+            seen.append((statement, parameters[0] if is_for_many else parameters))
 
     event.listen(database._engine, "before_cursor_execute", note)
     try:
@@ -341,12 +349,29 @@ async def use_everything(store: SqlResponses, world: World) -> None:
     await store.cancel_response("acme", "d")
     await world.database.write(lambda c: expire_responses(c, 0.0, 10))
     await store.hold_responses(INGRESS, is_busy=True)
+    assert await store.find_items("acme", [ItemReference("first", None), ItemReference("out-b", "b")])
+    await store.stored_by_tenant("acme")
+
+
+async def use_batch(world: World, batch_id: str) -> None:
+    """Call all that a message batch and lines of responses call."""
+    lines = await world.database.write(lambda c: lease_lines(c, WORKER, {batch_id: 3}))
+    keep = partial(store_response, settings=world.settings, now=world.now)
+    results = [result_of(line, 1) for line in lines]
+    await world.database.write(lambda c: end_lines(c, WORKER, results, world.now, keep))
+    for is_ascending in (False, True):
+        page = PageRequest(10, batch_id, is_ascending)
+        await world.database.read(lambda c, page=page: list_batches(c, "acme", BatchKind.MESSAGES, page))  # type: ignore[misc]
+    await world.database.read(lambda c: list_lines(c, "acme", batch_id, -1, 10))
+    await world.database.write(lambda c: delete_batch(c, "acme", batch_id))
 
 
 async def test_no_plan_has_a_scan(store: SqlResponses, world: World) -> None:
     await world.add_owner(WORKER)
+    batch_id = (await world.submit(new_batch(3, BatchKind.MESSAGES))).batch.id
     with statements(world.database) as seen:
         await use_everything(store, world)
+        await use_batch(world, batch_id)
         # Full: the next response deletes the oldest ones, and deletions cascade.
         await world.database.write(lambda c: c.execute(update(stored).values(num_bytes=2**20)))
         seen.pop()
