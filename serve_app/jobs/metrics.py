@@ -48,10 +48,11 @@ def stored_metrics(sums: StoredSums, now_unix_s: float) -> Iterator[Metric]:
     num_other_bytes = sums.total.num_bytes - sum(size.num_bytes for size in shown)
     others = StoredSize(num_others, 0, num_other_bytes, None)
     for tenant, size in (*sums.largest.items(), (_OTHERS, others)):
-        of_tenants = f"of the {NUM_STORED_TENANTS} tenants with most bytes; tenant={_OTHERS} has the rest."
-        yield _metric("stored_responses", f"Stored responses {of_tenants}", size.num_responses, tenant=tenant)
-        help_text = f"Stored responses and conversations {of_tenants}"
-        yield _metric("stored_bytes", help_text, size.num_bytes, tenant=tenant)
+        help_text = (
+            f"Stored responses, of the {NUM_STORED_TENANTS} tenants with most bytes; tenant={_OTHERS} has the rest."
+        )
+        yield _metric("stored_responses", help_text, size.num_responses, tenant=tenant)
+        yield _metric("stored_bytes", "Size of responses and conversations, likewise.", size.num_bytes, tenant=tenant)
     oldest_s = sums.total.oldest_unix_s
     age_s = 0.0 if oldest_s is None else max(0.0, now_unix_s - oldest_s)
     yield _metric("oldest_stored_response_seconds", "Age of the oldest stored response; 0 without one.", age_s)
