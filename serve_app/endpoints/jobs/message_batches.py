@@ -16,8 +16,7 @@ from serve_app.endpoints.jobs.job_requests import JobRequests, Submitter
 from serve_app.http.exchange import exchange_of, json_response, tenant_of
 from serve_app.http.streaming import ByteStream
 from serve_app.jobs.api.errors import BatchInProgress
-from serve_app.jobs.api.json_lines import on_one_line
-from serve_app.jobs.api.new_lines import NewLine, NewLines
+from serve_app.jobs.api.new_lines import NewLine, NewLines, on_one_line
 from serve_app.jobs.api.records import (
     BatchKind,
     BatchRecord,

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import to_json
 from sqlalchemy import Row
 
-from serve_app.jobs.api.json_lines import on_one_line
+from serve_app.jobs.api.new_lines import on_one_line
 from serve_app.jobs.api.records import BatchKind, BatchStatus, FileRecord, LineStatus
 from serve_app.jobs.lifecycle.validator import CHUNK_LINES, OwnershipLost, delete_own_lines
 from serve_app.jobs.storage.batch_states import finish_batch
