@@ -35,6 +35,7 @@ from serve_app.jobs.api.records import (
     RequestCounts,
     Submission,
 )
+from serve_app.jobs.api.responses import NewResponse, ResponseEnd
 from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
@@ -57,7 +58,7 @@ class MemoryJobs:
     all_lines: dict[str, list[LineRecord]] = field(default_factory=dict)
     keys: dict[tuple[str, str], str] = field(default_factory=dict)
     error: ServingError | None = None
-    """Error that `submit`, `add_file`, `storage_fault` and `metrics` raise."""
+    """Error that `submit`, `add_file`, `storage_fault`, `metrics` and the calls about responses raise."""
     fault: str | None = None
     """Answer of `storage_fault`."""
     loses_answers: bool = False
@@ -176,6 +177,12 @@ class MemoryJobs:
     async def storage_fault(self) -> str | None:
         self._raise()
         return self.fault
+
+    async def begin_response(self, new: NewResponse, owner: str | None) -> None:
+        self._raise()
+
+    async def end_response(self, end: ResponseEnd, owner: str) -> None:
+        self._raise()
 
     async def metrics(self) -> JobsCounts:
         self._raise()
