@@ -135,7 +135,7 @@ class SqlJobsService:
         return await self.batch(tenant, batch_id)
 
     async def delete_batch(self, tenant: str, batch_id: str) -> None:
-        """Delete a final batch. The sweeper deletes its lines, some at a time."""
+        """Delete a final batch. The sweeper deletes its lines, some at a time, and then its record."""
         await self._context.database.write(lambda c: delete_batch(c, tenant, batch_id))
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:

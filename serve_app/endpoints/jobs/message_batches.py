@@ -265,7 +265,8 @@ def _time(unix_s: float | None) -> str | None:
 
 def _results_url(request: Request, batch_id: str) -> str:
     """Return the address of a batch's results, at the host and with the scheme that the client has used."""
-    scheme = request.headers.get("x-forwarded-proto", request.url.scheme)
+    forwarded = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip()
+    scheme = forwarded if forwarded in ("http", "https") else request.url.scheme
     return str(request.base_url.replace(scheme=scheme, path=f"{_PATH}/{batch_id}/results"))
 
 

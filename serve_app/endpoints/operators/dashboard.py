@@ -84,6 +84,7 @@ class Snapshots:
         except (ServingError, TimeoutError):
             self._jobs, self._batches, self._stored = None, [], None
         else:
+            # Those of what is stored are many, one for each tenant; `stored` has their sums.
             self._jobs = [_value_of(metric) for metric in counts.own if "stored" not in metric.name]
             self._batches = [_batch_of(batch) for batch in counts.running]
             self._stored = None if counts.stored is None else _stored_of(counts.stored)

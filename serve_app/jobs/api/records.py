@@ -35,7 +35,7 @@ class BatchKind(Enum):
     JOB = "job"
     """POST /v1/jobs and /generate."""
     DELETED = "deleted"
-    """Batch that its tenant has deleted: no call finds it, and its lines are deleted soon."""
+    """Batch that its tenant has deleted: no endpoint shows it, and its lines and its record are deleted soon."""
 
 
 class BatchStatus(Enum):

@@ -119,7 +119,7 @@ def cancel_batch(connection: Connection, tenant: str, batch_id: str, now: float)
 
 
 def delete_batch(connection: Connection, tenant: str, batch_id: str) -> None:
-    """Hide a final batch from its tenant, and mark its lines as old, so that the sweeper deletes them; again: nothing.
+    """Hide a final batch from its tenant; mark its lines as old, so that the sweeper deletes them and then the batch.
 
     Raises:
         UnknownBatch: there is no such batch, or it belongs to another tenant.
@@ -190,7 +190,8 @@ def batch_with_old_lines(connection: Connection) -> str | None:
 
 
 def forget_old_lines(connection: Connection, batch_id: str) -> None:
-    """Record that a final batch's lines are deleted."""
+    """Record that a final batch's lines are deleted; delete the batch if its tenant has deleted it."""
+    connection.execute(delete(batches).where(batches.c.id == batch_id, batches.c.kind == BatchKind.DELETED.value))
     connection.execute(_change(batches.c.id == batch_id).values(ending=None))
 
 

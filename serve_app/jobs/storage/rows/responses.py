@@ -255,7 +255,7 @@ def find_items(connection: Connection, tenant: str, references: Sequence[ItemRef
         UnknownItem: one of them is not stored.
     """
     found = items_by_id(connection, tenant, [reference.item_id for reference in references])
-    response_ids = {reference.response_id for reference in references if reference.item_id not in found}
+    response_ids = {one.response_id for one in references if one.response_id and one.item_id not in found}
     columns = select(responses.c.input, responses.c.output)
     for row in connection.execute(columns.where(responses.c.id.in_(response_ids), responses.c.tenant == tenant)):
         for item in (*split_items(row.input), *split_items(row.output)):
