@@ -59,7 +59,7 @@ def test_a_database_of_a_newer_program_is_refused(database_url, engine):
     Database.opened(database_url).close()
     with engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(DatabaseTooNew, match="after 0007"):
+    with pytest.raises(DatabaseTooNew, match="after 0008"):
         Database.opened(database_url)
 
 
