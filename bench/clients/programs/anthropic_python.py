@@ -1,4 +1,4 @@
-"""The `anthropic` package for Python: messages, batches, streams, `.parse()`, tools, their runner, counts and models."""
+"""The `anthropic` package for Python: messages, batches, streams, `.parse()`, tools, their runner, counts, models."""
 
 import time
 from typing import Any
