@@ -96,9 +96,23 @@ def test_lines_of_responses_are_answered_as_responses(client: openai.OpenAI, htt
     assert http.get(f"/v1/responses/{response['id']}").json() == response
     assert http.get(f"/v1/responses/{bodies['alone']['id']}").status_code == 404
     assert http.get(f"/v1/responses/{response['id']}", headers={"authorization": "Bearer zeta"}).status_code == 404
-    next_one = of_response("next", previous_response_id=response["id"], input="again")
-    batch = ended(client, submit(client, next_one, endpoint=endpoint))
-    response = results(client, batch.output_file_id)["next"]["response"]["body"]
+    conversation = http.post("/v1/conversations", json={}).json()["id"]
+    references = [{"type": "item_reference", "id": item["id"]} for item in response["output"]]
+    lines = (
+        of_response("next", previous_response_id=response["id"], input="again"),
+        of_response("talk", conversation=conversation),
+        of_response("refer", input=[*references, {"role": "user", "content": "again"}]),
+        of_response("lost", input=[{"type": "item_reference", "id": "msg_none"}]),
+    )
+    batch = ended(client, submit(client, *lines, endpoint=endpoint))
+    [(name, lost)] = results(client, batch.error_file_id).items()
+    assert (name, lost["response"]["body"]["error"]["code"]) == ("lost", "item_not_found")
+    bodies = {name: one["response"]["body"] for name, one in results(client, batch.output_file_id).items()}
+    talked = http.get(f"/v1/conversations/{conversation}/items", params={"order": "asc"}).json()["data"]
+    assert talked[1:] == bodies["talk"]["output"] and talked[0]["content"][0]["text"] == "hi"
+    referring = http.get(f"/v1/responses/{bodies['refer']['id']}/input_items", params={"order": "asc"}).json()["data"]
+    assert referring[:-1] == response["output"]
+    response = bodies["next"]
     asked = {"model": MODEL_NAME, "input": "and again", "previous_response_id": response["id"]}
     num_tokens = http.post("/v1/responses/input_tokens", json=asked).json()["input_tokens"]
     assert num_tokens > response["usage"]["input_tokens"] + response["usage"]["output_tokens"]
