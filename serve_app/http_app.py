@@ -30,6 +30,7 @@ from serve_app.endpoints.jobs.batches import BatchEndpoints
 from serve_app.endpoints.jobs.files import FileEndpoints
 from serve_app.endpoints.jobs.job_requests import JobRequests
 from serve_app.endpoints.jobs.jobs import JobEndpoints
+from serve_app.endpoints.jobs.message_batches import MessageBatchEndpoints
 from serve_app.endpoints.jobs.new_batches import JobMaker, PromptBatchMaker
 from serve_app.endpoints.jobs.prompt_batches import PromptBatchEndpoints
 from serve_app.endpoints.jobs.sync_prompts import SyncPromptEndpoints
@@ -49,7 +50,6 @@ from serve_app.http.request_registry import RequestRegistry
 from serve_app.http.settings import IngressSettings
 from serve_app.http.unread_bodies import UnreadBodyMiddleware
 from serve_app.http.web_pages import OriginsMiddleware, WebPageGuard
-from serve_app.jobs.response_client import StoredResponses
 from serve_app.keys.authenticator import Authenticator, require_operator
 from serve_app.keys.rate_limits import KeyLimiter
 from serve_app.monitoring.families import CountsCollector
@@ -100,7 +100,7 @@ def create_api(
     endpoints: list[object] = [
         CompletionEndpoints(bodies, completions),
         MessageEndpoints(bodies, completions),
-        *_response_endpoints(bodies, completions, backends.responses, settings.keep_alive_s),
+        *_response_endpoints(bodies, completions, backends, settings.keep_alive_s),
         PooledEndpoints(bodies, completions),
         SyncPromptEndpoints(bodies, service, settings, clock),
         RequestEndpoints(registry, None if jobs is None else jobs.client),
@@ -110,6 +110,7 @@ def create_api(
         endpoints += [
             JobEndpoints(requests, JobMaker(service.checks, model.name), service),
             BatchEndpoints(requests, model.name),
+            MessageBatchEndpoints(requests),
             FileEndpoints(requests, clock),
             PromptBatchEndpoints(requests, PromptBatchMaker(service.checks, model.name), service),
             UsageEndpoints(jobs.client, clock),
@@ -134,13 +135,15 @@ def create_api(
 
 
 def _response_endpoints(
-    bodies: BodyReader, completions: Completions, stored: StoredResponses | None, keep_alive_s: float
+    bodies: BodyReader, completions: Completions, backends: Backends, keep_alive_s: float
 ) -> list[object]:
-    if stored is None:
+    stored, jobs = backends.responses, backends.jobs
+    if stored is None or jobs is None:
         return [ResponseEndpoints(bodies, completions, None, None)]
     reading = StoredResponseEndpoints(stored, completions.service, keep_alive_s)
     making = ResponseEndpoints(bodies, completions, stored, reading)
-    return [making, reading, ConversationEndpoints(bodies, stored), StoredEndpoints(stored)]
+    sizes = StoredEndpoints(stored, jobs.settings.max_stored_bytes)
+    return [making, reading, ConversationEndpoints(bodies, stored), sizes]
 
 
 def _dependencies(authenticator: Authenticator, limiter: KeyLimiter) -> Mapping[Access, Sequence[params.Depends]]:

@@ -19,9 +19,8 @@ from testkit.whole_metrics import MODEL, WholeMetrics, whole_metrics
 _INTRODUCTION = """# Metrics
 
 `GET /metrics` of an ingress is a page for Prometheus: metrics of the ingress, of every engine and of the jobs process.
-Names with `vllm:` are vLLM's, with its units and buckets. A histogram `x` has the series `x_bucket`, `x_sum` and
-`x_count`. Counters and histograms also have `x_created`, the unix time at which they began to count. Unit `1` is a
-plain number.
+Names with `vllm:` are vLLM's, with its units and buckets. Counters and
+histograms also have `x_created`, the unix time at which they began to count.
 
 Each process also gives its metrics to Ray every 5 s, except those with *. Ray's exporter calls `vllm:x` and `headway:x`
 `ray_vllm_x` and `ray_headway_x`. It has the labels `application`, `deployment`, `replica` and `WorkerId`, but neither

@@ -18,7 +18,8 @@ from router.scaling.ingress_reports import IngressGossip
 from router.types import LatencyTargets, Outcome
 from serve_app.config import DEMO_MODEL_NAME, HeadwayConfig
 from serve_app.jobs.api.records import JobsCounts
-from serve_app.jobs.metrics import jobs_metrics, storage_metric
+from serve_app.jobs.api.responses import StoredSize, StoredSums
+from serve_app.jobs.metrics import jobs_metrics, storage_metric, stored_metrics
 from serve_app.jobs.webhooks.sender import AttemptOutcome
 from serve_app.monitoring.families import CountsCollector, plain_families
 from serve_app.monitoring.http import HttpMetrics
@@ -61,7 +62,9 @@ async def whole_metrics() -> WholeMetrics:
     metrics = RouterMetrics(http.registry, dict.fromkeys(Band, LatencyTargets()))
     metrics.waited(Band.STANDARD, Outcome.DISPATCHED, 0.1)
     http.registry.register(RouterCollector(queue, table, await _autoscaling(queue, table)))
-    jobs = JobsCounts((*jobs_metrics({}, {}, 0.0, dict.fromkeys(AttemptOutcome, 0)), storage_metric(is_up=True)))
+    counts = jobs_metrics({}, {}, 0.0, dict.fromkeys(AttemptOutcome, 0))
+    of_stored = stored_metrics(StoredSums(StoredSize(0, 0, 0, None), 0, {}), 0.0)
+    jobs = JobsCounts((*counts, *of_stored, storage_metric(is_up=True)))
     return WholeMetrics(engine, http, jobs)
 
 

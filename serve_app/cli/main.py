@@ -19,6 +19,7 @@ _COMMANDS = {
     "chat": "serve_app.cli.clients.chat:chat",
     "complete": "serve_app.cli.clients.complete:complete",
     "batch": "serve_app.cli.clients.batch:app",
+    "stored": "serve_app.cli.clients.stored:app",
     "top": "serve_app.cli.clients.top:top",
     "grafana": "serve_app.cli.grafana:grafana",
     "bench": "serve_app.cli.clients.bench:bench",

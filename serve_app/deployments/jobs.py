@@ -35,6 +35,7 @@ from serve_app.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
     from serve_app.jobs.execution.line_runner import LineRunner
+    from serve_app.jobs.storage.schema.database import JobsContext
     from serve_app.jobs.usage import UsageLedger
     from serve_app.jobs.webhooks.sender import Outbox, WebhookSender
 
@@ -79,7 +80,7 @@ class Jobs:
         ledger = UsageLedger(clock)
         self._runtime = JobsRuntime(
             context,
-            await self._line_runner(settings, clock, ledger),
+            await self._line_runner(settings, context, ledger),
             LineCapacity(self._routing.dispatcher.load, self._routing.queue),
             backlog,
         )
@@ -91,7 +92,7 @@ class Jobs:
         loops = (self._routing.run(), self._webhooks.run(), files.keep_clean(), self._reporter.run(), exporting)
         await self._runtime.start(*loops)
 
-    async def _line_runner(self, settings: JobsProcess, clock: Clock, ledger: "UsageLedger") -> "LineRunner":
+    async def _line_runner(self, settings: JobsProcess, context: "JobsContext", ledger: "UsageLedger") -> "LineRunner":
         from serve_app.jobs.execution.line_runner import LineRunner
         from serve_app.monitoring.families import CountsCollector
         from serve_app.monitoring.http import OutputMetrics
@@ -104,11 +105,11 @@ class Jobs:
         forms = (lines.tool_call_parser, lines.chat_template)
         text = await asyncio.to_thread(ModelText.load, lines.model, workers, *forms)
         defaults = await asyncio.to_thread(SamplingDefaults.load, lines.model, lines.limits.generation_config)
-        known = KnownModel(settings.jobs.model_names, dispatcher, clock.monotonic, defaults)
+        known = KnownModel(settings.jobs.model_names, dispatcher, context.clock.monotonic, defaults)
         self._registry.register(CountsCollector(text.grammars.metrics))
         service = CompletionService(dispatcher, known, text, lines.limits, random.Random(), ledger)
         metrics = OutputMetrics(self._registry, known.name)
-        return LineRunner(service, metrics, random.Random(), clock, self._tracer)
+        return LineRunner(service, metrics, random.Random(), context, self._tracer)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> object:
         """Call a method of `JobsService` or `ResponsesService` for `ServeJobs`.
@@ -125,7 +126,8 @@ class Jobs:
 
         process = "jobs" if self._num_workers == 1 else f"jobs-{this_replica_id()}"
         families = families_of_process(self._registry, process)
-        return JobsCounts(await self._own_metrics(), families, await self._runtime.running())
+        runtime = self._runtime
+        return JobsCounts(await self._own_metrics(), families, await runtime.running(), await runtime.stored())
 
     async def _own_metrics(self) -> tuple[Metric, ...]:
         return await self._runtime.metrics(self._webhooks.outcomes)

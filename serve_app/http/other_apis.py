@@ -55,7 +55,7 @@ OTHER_APIS: Mapping[str, Mapping[str, str]] = {
         "/generate_stream": "use POST /v1/completions with `stream`", "/info": _MODELS,
     },
     "Anthropic's": {
-        "/v1/messages/batches": f"{_BATCHES} with the endpoint /v1/messages", "/v1/complete": _COMPLETIONS,
+        "/v1/complete": _COMPLETIONS,
     },
     "OpenAI's": {
         "/v1/assistants": _CONVERSATIONS, "/v1/threads": _CONVERSATIONS, "/v1/chat/completions": _NOT_STORED,

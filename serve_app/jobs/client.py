@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from replicas.errors import NoReplicaAvailable, ServingError, is_cancelled
 from replicas.protocol import Metric, MetricKind
 from router.serve_router import HANDLE_ERRORS, in_own_context
-from serve_app.jobs.api.errors import BatchNotCancellable, UnknownFile
+from serve_app.jobs.api.errors import BatchNotCancellable, UnknownConversation, UnknownFile, UnknownResponse
 from serve_app.jobs.api.records import JobsCounts, JsonObject
 
 P = ParamSpec("P")
@@ -26,6 +26,8 @@ _PAUSE_S = 0.2
 """Seconds between a lost call and the next attempt."""
 _ALL_LIMIT_S = 1.0
 """Limit of a call to all workers, seconds."""
+_DELETIONS = frozenset({"delete_file", "delete_response", "delete_conversation"})
+"""Methods that raise for what is gone; after a lost call this is what they deleted."""
 _LEAST_TELLING = "cancelled"
 """Status of a line in a worker that has given it up; another one may run it, or have run it."""
 
@@ -99,8 +101,8 @@ class ServeJobs:
                     except _CallLost:
                         was_lost = True
                         await asyncio.sleep(_PAUSE_S)
-                    except UnknownFile:
-                        if name != "delete_file" or not was_lost:
+                    except (UnknownFile, UnknownResponse, UnknownConversation):
+                        if name not in _DELETIONS or not was_lost:
                             raise
                         return None
                     except BatchNotCancellable:
@@ -145,7 +147,8 @@ def _most_telling(lines: Sequence[JsonObject | None]) -> JsonObject | None:
 def _total(counts: Sequence[JobsCounts]) -> JobsCounts:
     router = (family for one in counts for family in one.router)
     running = next((one.running for one in counts if one.running), ())
-    return JobsCounts(_of_all_workers([one.own for one in counts]), tuple(router), running)
+    stored = next((one.stored for one in counts if one.stored is not None), None)
+    return JobsCounts(_of_all_workers([one.own for one in counts]), tuple(router), running, stored)
 
 
 def _of_all_workers(metrics: Sequence[Sequence[Metric]]) -> tuple[Metric, ...]:

@@ -6,8 +6,12 @@ from collections.abc import Iterator, Mapping
 
 from replicas.protocol import Metric, MetricKind
 from serve_app.jobs.api.records import BatchStatus, LineStatus
+from serve_app.jobs.api.responses import StoredSize, StoredSums
 from serve_app.jobs.webhooks.sender import AttemptOutcome
 
+NUM_STORED_TENANTS = 100
+"""Most tenants whose stored responses have series of their own."""
+_OTHERS = "other"
 _ENDED = (LineStatus.SUCCEEDED, LineStatus.FAILED, LineStatus.EXPIRED, LineStatus.CANCELLED)
 
 
@@ -35,6 +39,23 @@ def jobs_metrics(
     for outcome, number in attempts.items():
         help_text = "Attempts to deliver webhooks: delivered, failed (to be tried again) or dead (the last one)."
         yield _metric("webhook_deliveries", help_text, number, MetricKind.COUNTER, outcome=outcome.value)
+
+
+def stored_metrics(sums: StoredSums, now_unix_s: float) -> Iterator[Metric]:
+    """Yield the metrics of stored responses and conversations, also without any."""
+    shown = list(sums.largest.values())
+    num_others = sums.total.num_responses - sum(size.num_responses for size in shown)
+    num_other_bytes = sums.total.num_bytes - sum(size.num_bytes for size in shown)
+    others = StoredSize(num_others, 0, num_other_bytes, None)
+    for tenant, size in (*sums.largest.items(), (_OTHERS, others)):
+        help_text = (
+            f"Stored responses, of the {NUM_STORED_TENANTS} tenants with most bytes; tenant={_OTHERS} has the rest."
+        )
+        yield _metric("stored_responses", help_text, size.num_responses, tenant=tenant)
+        yield _metric("stored_bytes", "Size of responses and conversations, likewise.", size.num_bytes, tenant=tenant)
+    oldest_s = sums.total.oldest_unix_s
+    age_s = 0.0 if oldest_s is None else max(0.0, now_unix_s - oldest_s)
+    yield _metric("oldest_stored_response_seconds", "Age of the oldest stored response; 0 without one.", age_s)
 
 
 def storage_metric(is_up: bool) -> Metric:

@@ -13,6 +13,7 @@ from serve_app.jobs.api.responses import (
     ConversationRecord,
     ItemPage,
     ItemPageRequest,
+    ItemReference,
     NewResponse,
     ResponseEnd,
     ResponseProgress,
@@ -112,10 +113,13 @@ class SqlResponses:
 
     async def history(self, tenant: str, response_id: str | None, conversation_id: str | None) -> tuple[str, ...]:
         """Return the items of the conversation up to a response, or of a conversation object."""
-        if response_id is not None:
-            return await self._database.read(lambda c: responses.history(c, tenant, response_id))
-        assert conversation_id is not None
-        return await self._database.read(lambda c: conversations.all_items(c, tenant, conversation_id))
+        return await self._database.read(
+            lambda c: responses.conversation_before(c, tenant, response_id, conversation_id)
+        )
+
+    async def find_items(self, tenant: str, references: Sequence[ItemReference]) -> tuple[str, ...]:
+        """Return the items of a tenant's responses and conversations with some ids."""
+        return await self._database.read(lambda c: responses.find_items(c, tenant, references))
 
     async def create_conversation(self, tenant: str, conversation: ConversationRecord, items: Sequence[str]) -> None:
         """Store a new conversation with its first items."""
@@ -165,13 +169,13 @@ class SqlResponses:
         """Delete an item of a conversation, and return the conversation."""
         return await self._write(lambda c: conversations.delete_item(c, tenant, conversation_id, item_id))
 
-    async def stored_by_tenant(self) -> Mapping[str, StoredSize]:
-        """Return the size of what each tenant has stored."""
-        return await self._database.read(conversations.all_stored)
+    async def stored_by_tenant(self, tenant: str | None = None) -> Mapping[str, StoredSize]:
+        """Return the size of what each tenant has stored, or of what one has."""
+        return await self._database.read(lambda c: conversations.stored_sizes(c, tenant))
 
     async def delete_stored(self, tenant: str) -> StoredSize:
         """Delete all that a tenant has stored, and return its size before; what runs is stopped."""
-        size = (await self.stored_by_tenant()).get(tenant, StoredSize(0, 0, 0, None))
+        size = (await self.stored_by_tenant(tenant)).get(tenant, StoredSize(0, 0, 0, None))
         for delete_some in (responses.delete_some, conversations.delete_some):
             while await self._write(partial(delete_some, tenant=tenant, limit=_NUM_AT_ONCE)):
                 pass

@@ -12,6 +12,7 @@ from typing import Any
 from replicas.protocol import Metric
 from serve_app.jobs.api.errors import StorageUnavailable
 from serve_app.jobs.api.records import BatchProgress, BatchStatus, LineStatus
+from serve_app.jobs.api.responses import StoredSums
 from serve_app.jobs.execution.line_queue import LineQueue
 from serve_app.jobs.execution.line_runner import LineRunner
 from serve_app.jobs.execution.planning import LineCapacity
@@ -22,13 +23,14 @@ from serve_app.jobs.lifecycle.finalizer import Finalizer
 from serve_app.jobs.lifecycle.state_loops import BatchEvents, Lifecycle
 from serve_app.jobs.lifecycle.sweeper import Sweeper
 from serve_app.jobs.lifecycle.validator import Validator
-from serve_app.jobs.metrics import jobs_metrics, storage_metric
+from serve_app.jobs.metrics import NUM_STORED_TENANTS, jobs_metrics, storage_metric, stored_metrics
 from serve_app.jobs.responses import SqlResponses
 from serve_app.jobs.service import SqlJobsService
 from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.lines import EndedLines
 from serve_app.jobs.storage.ownership import Ownership
 from serve_app.jobs.storage.rows.batches import count_by_status, running_batches
+from serve_app.jobs.storage.rows.conversations import stored_sums
 from serve_app.jobs.storage.schema.database import JobsContext
 from serve_app.jobs.webhooks.sender import AttemptOutcome
 
@@ -164,7 +166,15 @@ class JobsRuntime:
         with contextlib.suppress(StorageUnavailable):
             batches = await self._context.database.read(count_by_status)
         counts = jobs_metrics(batches, self._ended_lines, self._backlog.eta_s(), attempts)
-        return (*counts, storage_metric(self._context.database.fault is None))
+        sums = await self.stored()
+        of_stored = () if sums is None else stored_metrics(sums, self._context.clock.unix())
+        return (*counts, *of_stored, storage_metric(self._context.database.fault is None))
+
+    async def stored(self) -> StoredSums | None:
+        """Return the sizes of what tenants have stored; None while the storage fails."""
+        with contextlib.suppress(StorageUnavailable):
+            return await self._context.database.read(lambda connection: stored_sums(connection, NUM_STORED_TENANTS))
+        return None
 
     async def running(self) -> tuple[BatchProgress, ...]:
         """Return the newest batches that run; none while the storage fails."""

@@ -27,7 +27,7 @@ from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 from serve_app.jobs.execution.throughput import ThroughputEstimator
 from serve_app.jobs.lifecycle.line_size import sized
 from serve_app.jobs.lifecycle.state_loops import BatchEvents
-from serve_app.jobs.storage.batch_states import cancel_batch
+from serve_app.jobs.storage.batch_states import cancel_batch, delete_batch
 from serve_app.jobs.storage.lines import LineRow, new_rows
 from serve_app.jobs.storage.rows import batches, files
 from serve_app.jobs.storage.rows.batches import batch_record, get_batch
@@ -133,6 +133,10 @@ class SqlJobsService:
         await self._context.database.write(lambda c: cancel_batch(c, tenant, batch_id, self._now()))
         self._events.closing(batch_id)
         return await self.batch(tenant, batch_id)
+
+    async def delete_batch(self, tenant: str, batch_id: str) -> None:
+        """Delete a final batch. The sweeper deletes its lines, some at a time, and then its record."""
+        await self._context.database.write(lambda c: delete_batch(c, tenant, batch_id))
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
         """Return lines with an index above `after_index`, in order, of any status."""

@@ -188,6 +188,18 @@ function showBatches(data) {
   });
 }
 
+function showStored(data) {
+  const labels = ["Tenant", "Responses", "Conversations", "MiB", "Oldest response"];
+  const classes = ["ellipsis", "number", "number", "number", "number"];
+  const stored = data.stored, all = stored && `all ${number(stored.num_tenants)}`;
+  $("stored-section").hidden = !stored?.num_tenants;
+  const sizes = stored ? [{...stored, tenant: all, isSum: true}, ...stored.tenants] : [];
+  list($("stored"), sizes, size => size.isSum ? "sum" : `tenant ${size.tenant}`, () => row(labels, classes), (tr, size) => {
+    const oldest = size.oldest_response_at, age = oldest === null ? null : data.time_unix_s - oldest;
+    texts(tr, [size.tenant, number(size.num_responses), number(size.num_conversations), number(size.num_bytes / 2 ** 20), seconds(age)]);
+  });
+}
+
 const CHARTS = [
   {name: "Output tokens/s", lines: [{field: "tokens_per_s", className: "decode"}], format: number},
   {name: "Requests", lines: [{field: "num_running", label: "running", className: "prefill"},
@@ -301,7 +313,7 @@ function show(data) {
   $("main").hidden = false;
   put($("model"), data.model);
   document.title = `${data.model} – Headway`;
-  for (const part of [showTiles, showHistory, showReplicas, showQueues, showLatencies, showAutoscaling, showJobs, showBatches, showRequests]) part(data);
+  for (const part of [showTiles, showHistory, showReplicas, showQueues, showLatencies, showAutoscaling, showJobs, showBatches, showStored, showRequests]) part(data);
 }
 
 function connection(text, isBad) {

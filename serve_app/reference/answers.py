@@ -8,6 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from serve_app.openai.reply.schema import ReplyTier, RequestMetrics, described
+from serve_app.reference.job_answers import StoredObject
 
 
 @described
@@ -314,6 +315,18 @@ class ShownBatch(TypedDict):
 
 
 @described
+class ShownStored(TypedDict):
+    """Sizes of what all tenants have stored, and of those with most bytes."""
+
+    num_tenants: int
+    num_responses: int
+    num_conversations: int
+    num_bytes: int
+    oldest_response_at: int | None
+    tenants: list[StoredObject]
+
+
+@described
 class LoadPoint(TypedDict):
     """Load at one time."""
 
@@ -342,5 +355,7 @@ class DashboardSnapshot(TypedDict):
     jobs: list[JobsValue] | None
     """Metrics of the jobs process; null: it does not answer, or there is none."""
     batches: list[ShownBatch]
+    stored: ShownStored | None
+    """Stored responses and conversations; null: the jobs process does not answer, or there is none."""
     requests: list[RequestObject]
     """Completions that run, then those that ended, newest first."""

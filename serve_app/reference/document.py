@@ -16,6 +16,7 @@ from serve_app.openai.reply.schema import ErrorObject
 from serve_app.openai.request.body import IgnoredValues, StrictBody
 from serve_app.openai.request.conversation import MESSAGE_IGNORED, ChatMessage
 from serve_app.openai.request.unknown_fields import OPEN_SCHEMAS
+from serve_app.protocols.messages.batches import OPEN_MESSAGE_BATCHES
 from serve_app.protocols.messages.schema import OPEN_MESSAGES
 from serve_app.protocols.responses.schema import OPEN_RESPONSES
 from serve_app.reference.examples import Examples
@@ -124,7 +125,7 @@ class _Generator(GenerateJsonSchema):
         if issubclass(schema["cls"], StrictBody):
             for name in described["properties"].keys() - described.get("required", ()):
                 described["properties"][name] = _or_null(described["properties"][name])
-        if schema["cls"] in (*OPEN_SCHEMAS, *OPEN_MESSAGES, *OPEN_RESPONSES):
+        if schema["cls"] in (*OPEN_SCHEMAS, *OPEN_MESSAGES, *OPEN_MESSAGE_BATCHES, *OPEN_RESPONSES):
             del described["additionalProperties"]
         if issubclass(schema["cls"], ChatMessage):
             described["properties"] |= _ignored(MESSAGE_IGNORED, described["properties"])

@@ -47,6 +47,7 @@ _EXAMPLES: Mapping[str, _Example] = {
     "POST /v1/chat/completions": _Example({"model": _MODEL, **_CHAT}),
     "POST /v1/completions": _Example({"model": _MODEL, "prompt": "The sea", "max_tokens": 16}),
     "POST /v1/messages": _Example({"model": _MODEL, **_CHAT}),
+    "POST /v1/messages/batches": _Example({"requests": [{"custom_id": "one", "params": {"model": _MODEL, **_CHAT}}]}),
     "POST /v1/messages/count_tokens": _Example({"model": _MODEL, "messages": _CHAT["messages"]}),
     "POST /v1/responses": _Example({"model": _MODEL, "input": "Hello", "max_output_tokens": 64}),
     "POST /v1/responses/input_tokens": _Example({"model": _MODEL, "input": "Hello"}),
@@ -149,7 +150,13 @@ class Examples:
         raise LookupError(f"nothing creates what {operation.method} {operation.plain_path} is about")
 
     def _known(self, value: object) -> object:
-        return self._model_name if value == _MODEL else value
+        match value:
+            case dict():
+                return {name: self._known(inner) for name, inner in value.items()}
+            case list():
+                return [self._known(inner) for inner in value]
+            case _:
+                return self._model_name if value == _MODEL else value
 
     def _path(self, operation: Operation, variable: str) -> str:
         """Return a path with its parameters' values or with variables, whose form `variable` gives."""

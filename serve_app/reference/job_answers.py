@@ -309,6 +309,8 @@ class StoredList(TypedDict):
 
     object: Literal["list"]
     data: list[StoredObject]
+    max_stored_bytes: int
+    """Most bytes that a tenant may store."""
 
 
 @described

@@ -158,6 +158,7 @@ class FuzzCases:
             ("/v1/responses/input_tokens", {"model": self._model, "input": rng.choice(_INPUTS)}),
             ("/v1/completions", {**common, "prompt": rng.choice(("the", [1, 2, 3], ["a", "b"], [[1], [2, 3]]))}),
             ("/v1/messages", {**common, "messages": _anthropic_turns(rng)}),
+            ("/v1/messages/batches", {"requests": [{"custom_id": "a", "params": {**common}}]}),
             ("/v1/messages/count_tokens", {"model": self._model, "messages": _anthropic_turns(rng)}),
             ("/tokenize", {"model": self._model, "prompt": "the quick"}),
             ("/tokenize", {"model": self._model, "messages": messages}),

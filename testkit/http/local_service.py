@@ -101,7 +101,8 @@ class LocalJobs:
         return getattr(runtime.responses if hasattr(ResponsesService, name) else runtime.service, name)
 
     async def metrics(self) -> JobsCounts:
-        return JobsCounts(router=families_of_process(self._registry, "jobs"))
+        families = families_of_process(self._registry, "jobs")
+        return JobsCounts(await self._runtime.metrics({}), families, stored=await self._runtime.stored())
 
 
 @dataclass(frozen=True)
@@ -165,9 +166,10 @@ async def _jobs(
     metrics.registry.register(CountsCollector(text.grammars.metrics))
     ledger, tracer = UsageLedger(Clock()), Tracer(settings.tracing, "headway-jobs", "0")
     service = CompletionService(routing.dispatcher, known, text, settings.limits, random.Random(0), ledger)
+    context = JobsContext(database, files, job_settings)
     runtime = JobsRuntime(
-        JobsContext(database, files, job_settings),
-        LineRunner(service, metrics.outputs, random.Random(0), Clock(), tracer),
+        context,
+        LineRunner(service, metrics.outputs, random.Random(0), context, tracer),
         LineCapacity(routing.dispatcher.load, routing.queue),
         BacklogView(Clock()),
     )

@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 
 from replicas.errors import InvalidRequest, ServingError
 from serve_app.jobs.access import JobsAccess
-from serve_app.jobs.api.errors import BatchNotCancellable, FileInUse, IdempotencyKeyInUse, UnknownBatch, UnknownFile
+from serve_app.jobs.api.errors import (
+    BatchInProgress,
+    BatchNotCancellable,
+    FileInUse,
+    IdempotencyKeyInUse,
+    UnknownBatch,
+    UnknownFile,
+)
 from serve_app.jobs.api.records import (
     BatchKind,
     BatchRecord,
@@ -28,6 +35,7 @@ from serve_app.jobs.api.records import (
     RequestCounts,
     Submission,
 )
+from serve_app.jobs.api.responses import NewResponse, ResponseEnd
 from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
@@ -50,7 +58,7 @@ class MemoryJobs:
     all_lines: dict[str, list[LineRecord]] = field(default_factory=dict)
     keys: dict[tuple[str, str], str] = field(default_factory=dict)
     error: ServingError | None = None
-    """Error that `submit`, `add_file`, `storage_fault` and `metrics` raise."""
+    """Error that `submit`, `add_file`, `storage_fault`, `metrics` and the calls about responses raise."""
     fault: str | None = None
     """Answer of `storage_fault`."""
     loses_answers: bool = False
@@ -137,6 +145,12 @@ class MemoryJobs:
             raise BatchNotCancellable(f"batch `{batch_id}` has ended: it is {batch.status.value}")
         return self.change(batch_id, status=BatchStatus.CANCELLING, cancelling_unix_s=self.unix_clock())
 
+    async def delete_batch(self, tenant: str, batch_id: str) -> None:
+        batch = await self.batch(tenant, batch_id)
+        if not batch.status.is_final:
+            raise BatchInProgress(f"`{batch_id}` is {batch.status.value}")
+        del self.all_batches[batch_id]
+
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
         await self.batch(tenant, batch_id)
         return self.all_lines[batch_id][after_index + 1 :][:limit]
@@ -163,6 +177,12 @@ class MemoryJobs:
     async def storage_fault(self) -> str | None:
         self._raise()
         return self.fault
+
+    async def begin_response(self, new: NewResponse, owner: str | None) -> None:
+        self._raise()
+
+    async def end_response(self, end: ResponseEnd, owner: str) -> None:
+        self._raise()
 
     async def metrics(self) -> JobsCounts:
         self._raise()

@@ -138,7 +138,7 @@ def _check_batch(connection: Connection, batch: BatchRow, known: set[str]) -> No
     if status.is_final:
         assert batch.num_completed + batch.num_failed == batch.num_lines, batch
         assert batch.num_queued == batch.waiting_tokens == 0, batch
-    if status.is_final and batch.kind == BatchKind.FILE.value:
+    if status.is_final and batch.kind in (BatchKind.FILE.value, BatchKind.DELETED.value):
         return  # the sweeper deletes its lines, some at a time
     num_ended, num_queued = sum(counts[ended] for ended in _ENDED), counts[LineStatus.QUEUED.value]
     assert (counts.total(), num_ended) == (batch.num_lines, batch.num_completed + batch.num_failed), batch

@@ -127,7 +127,7 @@ async def jobs_process(
     flow_queue = FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0)
     capacity, backlog = LineCapacity(lambda: [view(completions, num_slots)], flow_queue), BacklogView(clock)
     metrics = OutputMetrics(CollectorRegistry(), MODEL)
-    line_runner = LineRunner(cast(CompletionService, completions), metrics, random.Random(0), clock)
+    line_runner = LineRunner(cast(CompletionService, completions), metrics, random.Random(0), context)
     runtime = JobsRuntime(context, line_runner, capacity, backlog)
     await runtime.start()
     try:

@@ -73,7 +73,7 @@ def test_request_that_cannot_be_served_fails_alone(client: openai.OpenAI) -> Non
     assert failed["hot"]["body"]["error"]["param"] == "temperature"
 
 
-def test_lines_of_responses_are_answered_as_responses(client: openai.OpenAI) -> None:
+def test_lines_of_responses_are_answered_as_responses(client: openai.OpenAI, http: httpx.Client) -> None:
     endpoint = "/v1/responses"
 
     def of_response(name: str, **fields: Any) -> str:
@@ -81,14 +81,41 @@ def test_lines_of_responses_are_answered_as_responses(client: openai.OpenAI) -> 
         return json.dumps({"custom_id": name, "method": "POST", "url": endpoint, "body": body})
 
     tools = [{"type": "web_search"}]
-    lines = of_response("good", tools=tools, colour="red"), of_response("bad", previous_response_id="resp_1")
+    bad = of_response("bad", previous_response_id="resp_1"), of_response("early", background=True)
+    lines = of_response("good", tools=tools, colour="red"), of_response("alone", store=False), *bad
     batch = ended(client, submit(client, *lines, endpoint=endpoint))
-    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
-    response = results(client, batch.output_file_id)["good"]["response"]["body"]
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 2)
+    bodies = {name: one["response"]["body"] for name, one in results(client, batch.output_file_id).items()}
+    response = bodies["good"]
     assert (response["object"], response["usage"]["output_tokens"] > 0) == ("response", True)
     assert response["warnings"] == ["ignored: colour", "ignored tool: web_search"]
-    failed = results(client, batch.error_file_id)["bad"]["response"]
-    assert (failed["status_code"], failed["body"]["error"]["param"]) == (400, "previous_response_id")
+    failed = {name: one["response"] for name, one in results(client, batch.error_file_id).items()}
+    outcomes = {name: (one["status_code"], one["body"]["error"]["param"]) for name, one in failed.items()}
+    assert outcomes == {"bad": (404, "previous_response_id"), "early": (400, "background")}
+    # What a line stores is read and continued as any other response.
+    assert http.get(f"/v1/responses/{response['id']}").json() == response
+    assert http.get(f"/v1/responses/{bodies['alone']['id']}").status_code == 404
+    assert http.get(f"/v1/responses/{response['id']}", headers={"authorization": "Bearer zeta"}).status_code == 404
+    conversation = http.post("/v1/conversations", json={}).json()["id"]
+    references = [{"type": "item_reference", "id": item["id"]} for item in response["output"]]
+    lines = (
+        of_response("next", previous_response_id=response["id"], input="again"),
+        of_response("talk", conversation=conversation),
+        of_response("refer", input=[*references, {"role": "user", "content": "again"}]),
+        of_response("lost", input=[{"type": "item_reference", "id": "msg_none"}]),
+    )
+    batch = ended(client, submit(client, *lines, endpoint=endpoint))
+    [(name, lost)] = results(client, batch.error_file_id).items()
+    assert (name, lost["response"]["body"]["error"]["code"]) == ("lost", "item_not_found")
+    bodies = {name: one["response"]["body"] for name, one in results(client, batch.output_file_id).items()}
+    talked = http.get(f"/v1/conversations/{conversation}/items", params={"order": "asc"}).json()["data"]
+    assert talked[1:] == bodies["talk"]["output"] and talked[0]["content"][0]["text"] == "hi"
+    referring = http.get(f"/v1/responses/{bodies['refer']['id']}/input_items", params={"order": "asc"}).json()["data"]
+    assert referring[:-1] == response["output"]
+    response = bodies["next"]
+    asked = {"model": MODEL_NAME, "input": "and again", "previous_response_id": response["id"]}
+    num_tokens = http.post("/v1/responses/input_tokens", json=asked).json()["input_tokens"]
+    assert num_tokens > response["usage"]["input_tokens"] + response["usage"]["output_tokens"]
 
 
 def test_a_line_with_ignored_fields_is_served_and_names_them(client: openai.OpenAI) -> None:
@@ -112,6 +139,25 @@ def test_lines_of_messages_are_answered_as_messages(client: openai.OpenAI) -> No
     failed = results(client, batch.error_file_id)["bad"]["response"]
     assert (failed["status_code"], failed["body"]["type"]) == (400, "error")
     assert failed["body"]["error"]["type"] == "invalid_request_error"
+
+
+def test_a_message_batch_has_a_result_for_each_request(http: httpx.Client) -> None:
+    params = {"model": MODEL_NAME, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    bodies = {"good": params, "zero": params | {"max_tokens": 0}, "other": params | {"model": "nobody"}}
+    requests = [{"custom_id": name, "params": body} for name, body in bodies.items()]
+    path = f"/v1/messages/batches/{http.post('/v1/messages/batches', json={'requests': requests}).json()['id']}"
+    batch = wait_for(lambda: (found := http.get(path).json())["ended_at"] and found, f"{path} has ended", period_s=0.2)
+    assert batch["request_counts"] == {"processing": 0, "succeeded": 1, "errored": 2, "canceled": 0, "expired": 0}
+    lines = [json.loads(text) for text in http.get(batch["results_url"]).text.splitlines()]
+    assert [one["custom_id"] for one in lines] == list(bodies)
+    good, zero, other = (one["result"] for one in lines)
+    assert (good["type"], good["message"]["type"], good["message"]["usage"]["output_tokens"]) == (
+        "succeeded", "message", 4,
+    )  # fmt: skip
+    kinds = [(one["type"], one["error"]["type"], one["error"]["error"]["type"]) for one in (zero, other)]
+    assert kinds == [("errored", "error", "invalid_request_error"), ("errored", "error", "not_found_error")]
+    assert http.delete(path).json()["type"] == "message_batch_deleted"
+    assert http.get(path).status_code == http.get(f"{path}/results").status_code == 404
 
 
 @pytest.mark.parametrize(

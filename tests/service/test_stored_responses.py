@@ -1,5 +1,6 @@
 """Stored responses over HTTP: chains, conversations, tenants, and what is read again."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -7,10 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
+from serve_app.cli.main import app
 from serve_app.http_app import IngressSettings
 from testkit.http.local_service import local_service
 from testkit.http.scripted_dispatcher import write_keys
@@ -29,7 +32,9 @@ async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         EngineLimits(max_num_seqs=4),
         StreamOptions(),
     )
-    settings = IngressSettings(model=DEMO, served_model_name=MODEL, api_key_file=write_keys(tmp_path, "acme", "other"))
+    settings = IngressSettings(
+        model=DEMO, served_model_name=MODEL, api_key_file=write_keys(tmp_path, "acme", "other", "ops", operator="ops")
+    )
     async with (
         local_service(options, settings, tmp_path) as local,
         httpx.AsyncClient(base_url=local.url, timeout=60, headers={"authorization": "Bearer acme"}) as client,
@@ -97,6 +102,60 @@ async def test_a_conversation_grows_by_the_items_of_its_responses(http: httpx.As
     listed = (await http.get(f"/v1/conversations/{conversation}/items", params={"order": "asc"})).json()["data"]
     assert [item["role"] for item in listed] == ["user", "user", "assistant", "user", "assistant"]
     assert listed[2] == first["output"][0]
+
+
+async def test_an_item_is_sent_by_its_id(http: httpx.AsyncClient) -> None:
+    conversation = (await http.post("/v1/conversations", json={})).json()["id"]
+    added = {"items": [{"type": "message", "role": "user", "content": "Remember 7"}]}
+    given = (await http.post(f"/v1/conversations/{conversation}/items", json=added)).json()["data"]
+    first = await respond(http, input=added["items"])
+    own = (await http.get(f"/v1/responses/{first['id']}/input_items")).json()["data"]
+    question = {"type": "message", "role": "user", "content": "And now?"}
+    whole = [*added["items"], *first["output"], question]
+
+    async def count(items: list[Any], key: str = "acme", **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "input": items, **fields}
+        headers = {"authorization": f"Bearer {key}"}
+        return await http.post("/v1/responses/input_tokens", json=body, headers=headers)
+
+    def reference(item: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "item_reference", "id": item["id"]}
+
+    expected = (await count(whole)).json()
+    for begin in (given, own):
+        items = [reference(begin[0]), *map(reference, first["output"]), question]
+        assert (await count(items)).json() == expected
+        unknown = await count(items, "other")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "item_not_found")
+        assert begin[0]["id"] in unknown.json()["error"]["message"]
+    # The response has the items themselves.
+    second = await respond(http, input=items)
+    stored = (await http.get(f"/v1/responses/{second['id']}/input_items", params={"order": "asc"})).json()["data"]
+    assert stored[:-1] == [own[0], *first["output"]]
+    after = await count([reference(second["output"][0])], previous_response_id=first["id"])
+    assert after.status_code == 200, after.text
+
+
+async def test_tenants_see_what_they_store_and_operators_delete_it(http: httpx.AsyncClient) -> None:
+    await respond(http)
+    await respond(http)
+    own = (await http.get("/v1/stored")).json()
+    assert [(size["tenant"], size["num_responses"]) for size in own["data"]] == [("acme", 2)]
+    assert (await http.get("/v1/stored", headers={"authorization": "Bearer other"})).json()["data"] == []
+    assert (await http.delete("/v1/stored/acme")).status_code == 403
+
+    async def command(*arguments: str) -> list[list[str]]:
+        options = ("--url", str(http.base_url), "--api-key", "ops")
+        result = await asyncio.to_thread(CliRunner().invoke, app, ["stored", *arguments, *options])
+        assert result.exit_code == 0, result.output
+        return [line.split() for line in result.stdout.splitlines()]
+
+    [row] = [line for line in await command("list") if line[0] == "acme"]
+    assert row[1:3] == ["2", "0"] and row[-1] == "ago"
+    assert await command("delete", "acme") == [
+        ["Deleted", "2", "responses", "and", "0", "conversations", "of", "tenant", "acme."]
+    ]
+    assert (await http.get("/v1/stored")).json()["data"][0]["num_bytes"] == 0
 
 
 async def test_another_tenant_finds_nothing(http: httpx.AsyncClient) -> None:

@@ -1,8 +1,9 @@
-"""The `anthropic` package for Python: messages, streams, `.parse()`, tools, the tool runner, counts and models."""
+"""The `anthropic` package for Python: messages, batches, streams, `.parse()`, tools, their runner, counts, models."""
 
+import time
 from typing import Any
 
-from anthropic import Anthropic, NotFoundError, beta_tool
+from anthropic import Anthropic, ConflictError, NotFoundError, beta_tool
 from pydantic import BaseModel
 from ways import API_KEY, GREETING, MODEL, PERSON, ROOT_URL, WEATHER, check_greeting, check_person, check_weather, run
 from ways import get_weather as weather
@@ -31,6 +32,25 @@ def text() -> None:
     except NotFoundError as error:
         given = error.request_id
     assert given, "an error has no request id"
+    batch()
+
+
+def batch() -> None:
+    """Check the calls of message batches."""
+    batches = client.messages.batches
+    made = batches.create(requests=[{"custom_id": "one", "params": fields(GREETING["question"])}])
+    while made.processing_status != "ended":
+        time.sleep(0.2)
+        made = batches.retrieve(made.id)
+    [line] = batches.results(made.id)
+    check_greeting(line.result.message.content[0].text)
+    assert made.id in [each.id for each in batches.list(limit=5).data]
+    try:
+        batches.cancel(made.id)
+    except ConflictError:
+        assert batches.delete(made.id).id == made.id
+    else:
+        raise AssertionError("a batch that has ended was cancelled")
 
 
 def stream() -> None:

@@ -75,6 +75,8 @@ def _headline(snapshot: JsonObject) -> Text:
     scaling, jobs = snapshot["autoscaling"], snapshot["jobs"]
     rate = sum(replica["generated_tokens_per_s"] for replica in snapshot["replicas"])
     facts = [f"{rate:,.0f} output tokens/s", _batches_of(jobs)]
+    if (stored := snapshot["stored"]) and stored["num_bytes"]:
+        facts.append(f"{counted(stored['num_responses'], 'stored response')}, {stored['num_bytes'] / 2**20:,.1f} MiB")
     if scaling is not None and "desired_replicas" in scaling:
         facts.append(f"{counted(scaling['num_replicas'], 'replica')}, {scaling['desired_replicas']} wanted")
         if scaling["drain_s"] is not None:

@@ -18,7 +18,7 @@ from serve_app.endpoints.generation.stored_responses import StoredResponseEndpoi
 from serve_app.http.bodies import BodyReader
 from serve_app.http.exchange import caller_of, exchange_of, json_response, tenant_of
 from serve_app.http.streaming import while_connected
-from serve_app.jobs.api.responses import NewResponse, ResponseRun, ResponsesService
+from serve_app.jobs.api.responses import ItemReference, NewResponse, ResponseRun, ResponsesService
 from serve_app.jobs.response_client import StoredResponses
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.reply.stored_run import StoredRun, packed
@@ -27,7 +27,7 @@ from serve_app.protocols.responses.answers import InputTokens, ResponseEvent, Re
 from serve_app.protocols.responses.conversion import ResponseRequest, adapted_response
 from serve_app.protocols.responses.reply import ResponseFormat
 from serve_app.protocols.responses.schema import RESPONSES_IGNORED, RESPONSES_LEVEL, ResponsesBody
-from serve_app.protocols.responses.stored import parsed_items, stored_items
+from serve_app.protocols.responses.stored import parsed_items, response_id_of, stored_items
 from serve_app.reference.operations import (
     BODY_FAILURES,
     COMPLETION_FAILURES,
@@ -75,6 +75,7 @@ class ResponseEndpoints:
             return await self._completions.respond_to_chat(request, self._bodies, adapted_response, RESPONSES_LEVEL)
         owner = caller_of(request).owner_before_parsing
         asked = await self._bodies.convert(request, ResponseRequest.of, owner, RESPONSES_LEVEL)
+        asked = await self._with_items(request, asked)
         adapted = await self._adapted(request, asked)
         if asked.body.background:
             return await self._begin_background(request, asked, adapted, self._stored)
@@ -95,10 +96,27 @@ class ResponseEndpoints:
         caller, service = caller_of(request), self._completions.service
         make = partial(ResponseRequest.of if self._stored else _unstored, default_model=service.checks.names[0])
         asked = await self._bodies.convert(request, make, caller.owner_before_parsing, RESPONSES_LEVEL)
+        asked = await self._with_items(request, asked)
         adapted = await self._adapted(request, asked)
         exchange_of(request).ignored_tools = adapted.ignored_tools
         num_tokens = await adapted.num_prompt_tokens(service, caller)
         return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+    async def _with_items(self, request: Request, asked: ResponseRequest) -> ResponseRequest:
+        """Return a request with the stored items to which it refers.
+
+        Raises:
+            UnknownItem: one of them is not stored.
+            InvalidRequest: the conversation cannot be served.
+        """
+        ids = asked.referenced_ids
+        if not ids:
+            return asked
+        assert self._stored is not None
+        references = [ItemReference(item_id, response_id_of(item_id)) for item_id in ids]
+        items = await self._stored.call(ResponsesService.find_items, tenant_of(request), references)
+        owner = caller_of(request).owner_before_parsing
+        return await self._bodies.run_by_size(partial(_referring, asked, items), owner, sum(map(len, items)))
 
     async def _adapted(self, request: Request, asked: ResponseRequest) -> AdaptedChat:
         """Return the chat of a request, with the stored part of its conversation.
@@ -147,6 +165,10 @@ class ResponseEndpoints:
 
 def _continued(asked: ResponseRequest, history: Sequence[str]) -> AdaptedChat:
     return asked.with_history(parsed_items(history))
+
+
+def _referring(asked: ResponseRequest, items: Sequence[str]) -> ResponseRequest:
+    return asked.with_items(parsed_items(items))
 
 
 def _unstored(fields: dict[str, object], default_model: str | None = None) -> ResponseRequest:

@@ -73,7 +73,7 @@ class JobRequests:
     async def read(
         self, request: Request, make: Callable[[Submitter, JsonObject], ResultT], level: Level = CHAT_LEVEL
     ) -> ResultT:
-        """Return what `make` returns for the request's sender and body, whose fields are those of `level`.
+        """Return what `make` returns for the request's sender and body; `level` has the fields it knows.
 
         Raises:
             HttpError, InvalidRequest, RequestAborted, Overloaded, NoReplicaAvailable: as `BodyReader.convert`, or a

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from itertools import islice
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,12 +18,14 @@ from router.flow.flow_queue import BandQueueSize
 from serve_app.endpoints.event_stream import CONTENT_TYPE
 from serve_app.endpoints.operators.load_objects import autoscaling_of, load_of
 from serve_app.endpoints.operators.operations import Backends
+from serve_app.endpoints.operators.stored import stored_object
 from serve_app.http.exchange import exchange_of
 from serve_app.http.gate import Gate
 from serve_app.http.live_feed import LiveFeed
 from serve_app.http.request_registry import Latency, RequestRegistry
 from serve_app.http.streaming import ByteStream
 from serve_app.jobs.api.records import BatchProgress, JobsService
+from serve_app.jobs.api.responses import StoredSums
 from serve_app.openai.reply.format import JsonObject
 from serve_app.reference.answers import DashboardSnapshot
 from serve_app.reference.operations import Access, Operation
@@ -43,6 +46,7 @@ class Snapshots:
         self._registry = registry
         self._jobs: list[JsonObject] | None = None
         self._batches: list[JsonObject] = []
+        self._stored: JsonObject | None = None
         self._jobs_asked_s = -_JOBS_PERIOD_S
 
     async def make(self) -> JsonObject:
@@ -65,6 +69,7 @@ class Snapshots:
             "history": [] if history is None else [asdict(sample) for sample in history.samples],
             "jobs": self._jobs,
             "batches": self._batches,
+            "stored": self._stored,
             "requests": requests,
         }
 
@@ -77,10 +82,12 @@ class Snapshots:
             async with asyncio.timeout(_JOBS_LIMIT_S):
                 counts = await self._backends.jobs.client.call(JobsService.metrics)
         except (ServingError, TimeoutError):
-            self._jobs, self._batches = None, []
+            self._jobs, self._batches, self._stored = None, [], None
         else:
-            self._jobs = [_value_of(metric) for metric in counts.own]
+            # Those of what is stored are many, one for each tenant; `stored` has their sums.
+            self._jobs = [_value_of(metric) for metric in counts.own if "stored" not in metric.name]
             self._batches = [_batch_of(batch) for batch in counts.running]
+            self._stored = None if counts.stored is None else _stored_of(counts.stored)
 
     def _latency_of(self, band: Band, latencies: Sequence[Latency]) -> JsonObject:
         targets = self._backends.targets.get(band)
@@ -167,6 +174,19 @@ def _batch_of(batch: BatchProgress) -> JsonObject:
         "num_completed": batch.counts.completed,
         "num_failed": batch.counts.failed,
         "has_webhook": batch.has_webhook,
+    }
+
+
+def _stored_of(sums: StoredSums) -> JsonObject:
+    """Return the sizes of what is stored, with the tenants that have most bytes."""
+    total, largest = sums.total, islice(sums.largest.items(), _NUM_TENANTS)
+    return {
+        "num_tenants": sums.num_tenants,
+        "num_responses": total.num_responses,
+        "num_conversations": total.num_conversations,
+        "num_bytes": total.num_bytes,
+        "oldest_response_at": None if total.oldest_unix_s is None else int(total.oldest_unix_s),
+        "tenants": [stored_object(tenant, size) for tenant, size in largest],
     }
 
 

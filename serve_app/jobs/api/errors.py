@@ -53,7 +53,7 @@ class UnknownConversation(ServingError):
 
 
 class UnknownItem(UnknownConversation):
-    """Error for an item that a conversation does not have."""
+    """Error for an item that is not stored, or not in a conversation."""
 
     code = "item_not_found"
 
@@ -77,6 +77,13 @@ class BatchNotCancellable(ServingError):
 
     kind = ErrorKind.CONFLICT
     code = "batch_not_cancellable"
+
+
+class BatchInProgress(ServingError):
+    """Refusal to delete a batch, or to show its results, before it is final."""
+
+    kind = ErrorKind.CONFLICT
+    code = "batch_in_progress"
 
 
 class StorageUnavailable(ServingError):

@@ -1,4 +1,4 @@
-"""Requests of a new batch, on their way from an ingress to the jobs process."""
+"""Lines of batches: the requests of a new one, on their way to the jobs process, and results on one line of a file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
+
+_LINE_BREAKS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +64,10 @@ class NewLines(Sequence[NewLine]):
         if self._packed is not None:
             self._lines, self._packed = tuple(map(NewLine, *pickle.loads(self._packed))), None
         return self._lines
+
+
+def on_one_line(text: bytes) -> bytes:
+    """Return JSON without the characters that Python's and httpx's line readers, unlike JSON, treat as line breaks."""
+    for character, escape in _LINE_BREAKS:
+        text = text.replace(character, escape)
+    return text

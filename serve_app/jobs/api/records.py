@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric as Family
 from replicas.protocol import Band, Metric
 from replicas.settings import check_bounds, setting
 from serve_app.jobs.api.new_lines import NewLines
+from serve_app.jobs.api.responses import StoredSums
 from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 from serve_app.tracing.context import TraceContext
 
@@ -29,8 +30,12 @@ class BatchKind(Enum):
     """POST /v1/batches: lines come from an uploaded file, and results go to files."""
     PROMPTS = "prompts"
     """POST /v1/batch/async."""
+    MESSAGES = "messages"
+    """POST /v1/messages/batches."""
     JOB = "job"
     """POST /v1/jobs and /generate."""
+    DELETED = "deleted"
+    """Batch that its tenant has deleted: no endpoint shows it, and its lines and its record are deleted soon."""
 
 
 class BatchStatus(Enum):
@@ -172,6 +177,8 @@ class BatchRecord:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that were found in a KV cache."""
+    num_undone: int = 0
+    """Failed lines that the batch's cancellation or expiry ended."""
     eta_s: float | None = None
     """Estimated seconds until the batch is done; None: not known."""
 
@@ -255,6 +262,8 @@ class JobsCounts:
     """Families of each worker; the label `process` of their samples names it."""
     running: tuple[BatchProgress, ...] = ()
     """Newest batches that run, of all tenants; jobs, which have one line, are not among them."""
+    stored: StoredSums | None = None
+    """Sizes of stored responses and conversations; None: they are not known now."""
 
 
 def new_id(kind: str) -> str:
@@ -262,9 +271,12 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}" if kind == "file" else f"{kind}_{uuid.uuid4().hex}"
 
 
+_ID_PREFIXES = {BatchKind.JOB: "job", BatchKind.MESSAGES: "msgbatch"}
+
+
 def new_batch_id(kind: BatchKind) -> str:
     """Return an id for a new batch or job."""
-    return new_id("job" if kind is BatchKind.JOB else "batch")
+    return new_id(_ID_PREFIXES.get(kind, "batch"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +295,8 @@ class JobsSettings:
     """Size of the largest uploaded file, bytes."""
     max_unfinished_batches: int = 10_000
     """Most unfinished batches and jobs of one tenant. Further ones are refused with status 429."""
+    max_unfinished_responses: int = 10_000
+    """Most unfinished stored responses of one tenant. Further ones are refused with status 429."""
     max_unfinished_lines: int = setting(1_000_000, ge=1)
     """Most unfinished requests in the batches of one tenant. Further ones are refused with status 429."""
     job_lease_s: float = setting(10.0, gt=0)
@@ -352,6 +366,13 @@ class JobsService(Protocol):
 
         Raises:
             BatchNotCancellable: it is final.
+        """
+
+    async def delete_batch(self, tenant: str, batch_id: str) -> None:
+        """Delete a batch that is final, with its results.
+
+        Raises:
+            BatchInProgress: it is not final.
         """
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:

@@ -73,6 +73,14 @@ class ResponseEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class EndedResponse:
+    """Response of a batch's line, which is stored when it has ended."""
+
+    new: NewResponse
+    end: ResponseEnd
+
+
+@dataclass(frozen=True, slots=True)
 class ResponseRecord:
     """Stored response in its present state."""
 
@@ -123,6 +131,15 @@ class ItemPageRequest:
     limit: int
     after: str | None = None
     is_ascending: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ItemReference:
+    """Reference to a stored item."""
+
+    item_id: str
+    response_id: str | None
+    """Response that has the item if no conversation has it; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +203,13 @@ class ResponsesService(Protocol):
             InvalidRequest: the response has not ended.
         """
 
+    async def find_items(self, tenant: str, references: Sequence[ItemReference]) -> tuple[str, ...]:
+        """Return the items of a tenant's responses and conversations with some ids.
+
+        Raises:
+            UnknownItem: one of them is not stored.
+        """
+
     async def create_conversation(self, tenant: str, conversation: ConversationRecord, items: Sequence[str]) -> None:
         """Store a new conversation with its first items."""
 
@@ -210,8 +234,8 @@ class ResponsesService(Protocol):
     async def delete_item(self, tenant: str, conversation_id: str, item_id: str) -> ConversationRecord:
         """Delete an item of a conversation, and return the conversation."""
 
-    async def stored_by_tenant(self) -> Mapping[str, StoredSize]:
-        """Return the size of what each tenant has stored."""
+    async def stored_by_tenant(self, tenant: str | None = None) -> Mapping[str, StoredSize]:
+        """Return the size of what each tenant has stored, or of what one has."""
 
     async def delete_stored(self, tenant: str) -> StoredSize:
         """Delete all that a tenant has stored, and return its size before."""
@@ -226,3 +250,14 @@ class StoredSize:
     num_bytes: int
     oldest_unix_s: float | None
     """Creation of the oldest response; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSums:
+    """Size of what all tenants have stored together, and of what those with most have."""
+
+    total: StoredSize
+    num_tenants: int
+    """Tenants that have something stored."""
+    largest: Mapping[str, StoredSize]
+    """Sizes of the tenants with most bytes, the largest first."""

@@ -6,21 +6,26 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from pydantic_core import from_json, to_json
+from sqlalchemy import Connection
 
 from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestQuarantined, ServingError, UnknownModel
-from replicas.timing.clock import Clock
 from router.timeline import Timeline
 from serve_app.errors import reply_to
-from serve_app.jobs.api.records import BatchKind, LineStatus
+from serve_app.jobs.api.errors import UnknownConversation, UnknownResponse
+from serve_app.jobs.api.records import BatchKind, JobsSettings, LineStatus
+from serve_app.jobs.api.responses import EndedResponse, ItemReference, NewResponse, ResponseEnd, ResponseStatus
 from serve_app.jobs.execution.line_task import Attempt, LineRegistry, LineTask
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
 from serve_app.jobs.storage.rows.batch_queue import Backlog, OpenBatch
+from serve_app.jobs.storage.rows.responses import add_ended_response, conversation_before, find_items
+from serve_app.jobs.storage.schema.database import JobsContext
 from serve_app.keys.authenticator import Principal
 from serve_app.monitoring.http import OutputMetrics
+from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.parsing import Converted, convert_fields, parse_body
@@ -32,16 +37,17 @@ from serve_app.openai.service import CompletionService
 from serve_app.protocols.adapted_chat import AdaptedChat
 from serve_app.protocols.messages.conversion import adapted_message
 from serve_app.protocols.messages.schema import MESSAGES_LEVEL
-from serve_app.protocols.responses.conversion import adapted_response
-from serve_app.protocols.responses.schema import RESPONSES_LEVEL
+from serve_app.protocols.responses.conversion import ResponseRequest
+from serve_app.protocols.responses.schema import RESPONSES_LEVEL, ResponsesBody
+from serve_app.protocols.responses.stored import parsed_items, response_id_of, split_response, stored_items
 from serve_app.tracing.request_spans import add_request
 from serve_app.tracing.tracer import Moment, Trace, Tracer
 
-_Body = ChatBody | CompletionBody | EmbeddingBody | ScoreBody | RerankBody | AdaptedChat
+_Body = ChatBody | CompletionBody | EmbeddingBody | ScoreBody | RerankBody | AdaptedChat | ResponseRequest
 
 logger = logging.getLogger(__name__)
 
-_FINAL = (InvalidRequest, UnknownModel, RequestQuarantined)
+_FINAL = (InvalidRequest, UnknownModel, RequestQuarantined, UnknownResponse, UnknownConversation)
 """Errors that a retry does not change."""
 _MAX_FAILURES = 3
 """Number of unexpected errors after which the line fails with the last one."""
@@ -49,6 +55,7 @@ _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 5.0
 _MAX_RETRY_AFTER_S = 10.0
 _LARGE_BODY_CHARS = 2**16
+RESPONSES_PATH = "/v1/responses"
 
 _ENDPOINTS: Mapping[str, tuple[Callable[[dict[str, object]], _Body], Level]] = {
     "/v1/chat/completions": (partial(parse_body, ChatBody, ignored=CHAT_IGNORED), CHAT_LEVEL),
@@ -57,7 +64,7 @@ _ENDPOINTS: Mapping[str, tuple[Callable[[dict[str, object]], _Body], Level]] = {
     "/v1/score": (partial(parse_body, ScoreBody, ignored=POOLED_IGNORED), POOLED_LEVEL),
     "/v1/rerank": (partial(parse_body, RerankBody, ignored=POOLED_IGNORED), POOLED_LEVEL),
     "/v1/messages": (adapted_message, MESSAGES_LEVEL),
-    "/v1/responses": (adapted_response, RESPONSES_LEVEL),
+    RESPONSES_PATH: (ResponseRequest.of, RESPONSES_LEVEL),
 }
 """Function that makes the body of each endpoint that batches may name, and the fields that it knows."""
 
@@ -70,17 +77,18 @@ class LineRunner:
     """
 
     def __init__(
-        self, service: CompletionService, metrics: OutputMetrics, rng: random.Random, clock: Clock,
+        self, service: CompletionService, metrics: OutputMetrics, rng: random.Random, context: JobsContext,
         tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         """`tracer` None: nothing is traced."""
         self.service = service
         self._tracer = tracer
-        self.lines = LineRegistry(clock)
+        self._database = context.database
+        self.lines = LineRegistry(context.clock)
         """Lines that run, and those that ended recently."""
         self._metrics = metrics
         self._rng = rng
-        self._clock = clock
+        self._clock = context.clock
 
     async def run(self, line_task: LineTask) -> LineResult:
         """Run a line and return its result. A cancellation aborts the line's requests."""
@@ -92,10 +100,10 @@ class LineRunner:
         try:
             return await self._answer_at_last(line_task, await self._parse(line_task))
         except ServingError as error:
-            return _failed(line_task, error)
+            return _failed(line_task.line, line_task.batch.endpoint, error)
         except Exception as error:
             logger.exception("a line failed", extra={"request_id": line_task.line.request_id})
-            return _failed(line_task, error)
+            return _failed(line_task.line, line_task.batch.endpoint, error)
 
     async def _parse(self, line_task: LineTask) -> _Body:
         parse = partial(parse_line_body, line_task.batch.endpoint, self.service.checks.limits, line_task.line.body)
@@ -129,6 +137,10 @@ class LineRunner:
 
     async def _answer_once(self, line_task: LineTask, body: _Body, attempt: Attempt) -> LineResult:
         caller = self._caller(line_task, attempt.timeline)
+        asked = body if isinstance(body, ResponseRequest) else None
+        if asked is not None:
+            asked = await self._with_items(asked, line_task.batch.tenant)
+            body = await self._adapted(asked, line_task.batch.tenant)
         match body:
             case AdaptedChat():
                 prepared = await body.prepare(self.service, caller)
@@ -150,7 +162,34 @@ class LineRunner:
             num_not_enforced=len(prepared.not_enforced), num_malformed_calls=prepared.format.num_malformed_calls
         )
         self._metrics.chosen(prepared.body.n, prepared.longest_outputs)
-        return _succeeded(line_task.line, prepared, to_json(reply).decode())
+        stored = None if asked is None or not asked.body.store else _stored(line_task, asked, prepared, reply)
+        return _succeeded(line_task.line, prepared, to_json(reply).decode(), stored)
+
+    async def _with_items(self, asked: ResponseRequest, tenant: str) -> ResponseRequest:
+        """Return the request of a response with the stored items to which it refers.
+
+        Raises:
+            UnknownItem: one of them is not stored.
+        """
+        if not asked.referenced_ids:
+            return asked
+        references = [ItemReference(item_id, response_id_of(item_id)) for item_id in asked.referenced_ids]
+        items = await self._database.read(lambda c: find_items(c, tenant, references))
+        return asked.with_items(parsed_items(items))
+
+    async def _adapted(self, asked: ResponseRequest, tenant: str) -> AdaptedChat:
+        """Return the chat of a response, with the stored part of its conversation.
+
+        Raises:
+            InvalidRequest: the conversation cannot be served.
+            UnknownResponse, UnknownConversation: it is not stored.
+        """
+        if asked.adapted is not None:
+            return asked.adapted
+        items = await self._database.read(lambda c: conversation_before(c, tenant, *_continued(asked)))
+        is_large = sum(map(len, items)) >= _LARGE_BODY_CHARS
+        make = partial(_with_history, asked, items)
+        return await asyncio.to_thread(make) if is_large else make()
 
     @contextlib.contextmanager
     def _attempt(self, line_task: LineTask, body: _Body) -> Iterator[Attempt]:
@@ -226,11 +265,20 @@ def parse_line_body(endpoint: str, limits: RequestLimits, text: str) -> Converte
     parsed = convert_fields(make, limits, from_json(text), level)
     if _generation(parsed.value).stream:
         raise InvalidRequest("`stream` is true; a batch cannot stream", "stream", "unsupported_parameter")
+    if isinstance(parsed.value, ResponseRequest) and parsed.value.body.background:
+        message = "`background` is true; the lines of a batch run without the client anyway"
+        raise InvalidRequest(message, "background", "unsupported_parameter")
     return parsed
 
 
-def _generation(body: _Body) -> AnyBody:
-    return body.chat if isinstance(body, AdaptedChat) else body
+def _generation(body: _Body) -> AnyBody | ResponsesBody:
+    match body:
+        case AdaptedChat():
+            return body.chat
+        case ResponseRequest():
+            return body.body
+        case _:
+            return body
 
 
 def _is_transient(error: ServingError) -> bool:
@@ -243,7 +291,42 @@ def _is_too_late(error: ServingError, body: _Body) -> bool:
     return isinstance(error, DeadlineExceeded) and _generation(body).deadline_ms is not None
 
 
-def _succeeded(line: LeasedLine, prepared: PreparedCompletion, response: str) -> LineResult:
+def _with_history(asked: ResponseRequest, items: Sequence[str]) -> AdaptedChat:
+    return asked.with_history(parsed_items(items))
+
+
+def _stored(
+    line_task: LineTask, asked: ResponseRequest, prepared: PreparedCompletion, reply: JsonObject
+) -> EndedResponse:
+    response, output = split_response(reply)
+    items, ids = stored_items(asked.fields["input"], prepared.id), _continued(asked)
+    new = NewResponse(prepared.id, line_task.batch.tenant, response, items, *ids)
+    return EndedResponse(new, ResponseEnd(new.id, ResponseStatus(reply["status"]), response, output))
+
+
+def _continued(asked: ResponseRequest) -> tuple[str | None, str | None]:
+    """Return the ids of the response and of the conversation that a request continues."""
+    return asked.body.previous_response_id, asked.conversation_id
+
+
+def store_response(connection: Connection, result: LineResult, settings: JobsSettings, now: float) -> LineResult:
+    """Store the response of a line's result, and return the result; a failure if it cannot be stored.
+
+    Raises:
+        IntegrityError: as `add_ended_response`.
+    """
+    assert result.stored is not None
+    try:
+        with connection.begin_nested():
+            add_ended_response(connection, result.stored, settings, now)
+    except ServingError as error:
+        return _failed(result.line, RESPONSES_PATH, error)
+    return result
+
+
+def _succeeded(
+    line: LeasedLine, prepared: PreparedCompletion, response: str, stored: EndedResponse | None
+) -> LineResult:
     progress = prepared.progress
     return LineResult(
         line,
@@ -254,12 +337,12 @@ def _succeeded(line: LeasedLine, prepared: PreparedCompletion, response: str) ->
         progress.prompt_tokens,
         progress.completion_tokens,
         progress.cached_tokens,
+        stored,
     )
 
 
-def _failed(line_task: LineTask, error: Exception) -> LineResult:
+def _failed(line: LeasedLine, endpoint: str, error: Exception) -> LineResult:
     """Return a failed result: `response` is the endpoint's error body, `error` OpenAI's inner error object."""
-    line = line_task.line
     reply = reply_to(error, line.request_id)
-    response = to_json(reply.body_at(line_task.batch.endpoint, line.request_id)).decode()
+    response = to_json(reply.body_at(endpoint, line.request_id)).decode()
     return LineResult(line, LineStatus.FAILED, reply.status, response, to_json(reply.body["error"]).decode())

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
+
+from sqlalchemy.exc import IntegrityError
 
 from replicas.protocol import Band
 from serve_app.jobs.api.records import BatchKind
 from serve_app.jobs.execution.line_queue import LineQueue
-from serve_app.jobs.execution.line_runner import LineRunner, backlog_of
+from serve_app.jobs.execution.line_runner import LineRunner, backlog_of, store_response
 from serve_app.jobs.execution.line_task import LineTask
 from serve_app.jobs.execution.planning import LineCapacity, plan, raised_band
 from serve_app.jobs.storage.lines import EndedLines, LineResult, end_lines
@@ -75,8 +78,13 @@ class ResultWriter:
             self._on_written(written)
 
     async def _write(self, results: list[LineResult]) -> EndedLines:
-        owner, now = self._ownership.id, self._context.clock.unix()
-        return await self._context.database.write(lambda connection: end_lines(connection, owner, results, now))
+        owner, now, settings = self._ownership.id, self._context.clock.unix(), self._context.settings
+        store = partial(store_response, settings=settings, now=now)
+        write = partial(end_lines, owner=owner, results=results, now=now, store=store)
+        try:
+            return await self._context.database.write(write)
+        except IntegrityError:  # Another process has added the first row of a tenant at the same time.
+            return await self._context.database.write(write)
 
 
 class Worker:

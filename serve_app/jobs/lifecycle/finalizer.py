@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import to_json
 from sqlalchemy import Row
 
+from serve_app.jobs.api.new_lines import on_one_line
 from serve_app.jobs.api.records import BatchKind, BatchStatus, FileRecord, LineStatus
 from serve_app.jobs.lifecycle.validator import CHUNK_LINES, OwnershipLost, delete_own_lines
 from serve_app.jobs.storage.batch_states import finish_batch
@@ -31,7 +32,6 @@ _UNDONE = {
     ),
 }
 """Status and error object of the lines that a batch with this ending leaves unfinished."""
-_LINE_BREAKS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
 
 
 class Finalizer:
@@ -116,14 +116,8 @@ class Finalizer:
 
 
 def result_line(line: Row[Any]) -> bytes:
-    """Return a line of an output or error file in OpenAI's format.
-
-    Escapes characters that JSON allows unescaped but that Python's and httpx's line readers treat as line breaks.
-    """
-    text = _result(line)
-    for character, escape in _LINE_BREAKS:
-        text = text.replace(character, escape)
-    return text
+    """Return a line of an output or error file in OpenAI's format."""
+    return on_one_line(_result(line))
 
 
 def _result(line: Row[Any]) -> bytes:

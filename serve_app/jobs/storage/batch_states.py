@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_json
-from sqlalchemy import ColumnElement, Connection, bindparam, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, select, update
 
-from serve_app.jobs.api.errors import BatchNotCancellable
+from serve_app.jobs.api.errors import BatchInProgress, BatchNotCancellable
 from serve_app.jobs.api.records import BatchError, BatchKind, BatchStatus, FileRecord, new_id
 from serve_app.jobs.storage.deliveries import enqueue_delivery
 from serve_app.jobs.storage.ownership import is_alive
 from serve_app.jobs.storage.rows.batches import FINAL, BatchRow, get_batch, lock_batches
 from serve_app.jobs.storage.rows.files import add_file
-from serve_app.jobs.storage.schema.tables import batches
+from serve_app.jobs.storage.schema.tables import batches, idempotency_keys
 
 CLOSING = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 _OPEN = batches.c.status.in_((BatchStatus.VALIDATING.value, BatchStatus.IN_PROGRESS.value))
@@ -118,6 +118,21 @@ def cancel_batch(connection: Connection, tenant: str, batch_id: str, now: float)
         _begin_closing(connection, batches.c.id == batch_id, BatchStatus.CANCELLING, BatchStatus.CANCELLED, now)
 
 
+def delete_batch(connection: Connection, tenant: str, batch_id: str) -> None:
+    """Hide a final batch from its tenant; mark its lines as old, so that the sweeper deletes them and then the batch.
+
+    Raises:
+        UnknownBatch: there is no such batch, or it belongs to another tenant.
+        BatchInProgress: it is not final.
+    """
+    own = (batches.c.id == batch_id, batches.c.tenant == tenant, batches.c.status.in_(FINAL))
+    values = {"kind": BatchKind.DELETED.value, "ending": batches.c.status}
+    if connection.execute(_change(*own).values(values)).rowcount == 0:
+        status = get_batch(connection, tenant, batch_id).status
+        raise BatchInProgress(f"`{batch_id}` is {status}; it can be deleted when it has ended")
+    connection.execute(delete(idempotency_keys).where(idempotency_keys.c.batch_id == batch_id))
+
+
 def late_batches(connection: Connection, model: str, now: float) -> list[str]:
     """Return the ids of all open batches whose deadline has passed."""
     return list(connection.execute(_LATE, {"model": model, "now": now}).scalars())
@@ -175,7 +190,8 @@ def batch_with_old_lines(connection: Connection) -> str | None:
 
 
 def forget_old_lines(connection: Connection, batch_id: str) -> None:
-    """Record that a final batch's lines are deleted."""
+    """Record that a final batch's lines are deleted; delete the batch if its tenant has deleted it."""
+    connection.execute(delete(batches).where(batches.c.id == batch_id, batches.c.kind == BatchKind.DELETED.value))
     connection.execute(_change(batches.c.id == batch_id).values(ending=None))
 
 

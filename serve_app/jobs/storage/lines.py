@@ -7,7 +7,7 @@ declared dead, or whose line was cancelled, therefore writes nothing: every line
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from sqlalchemy import Connection, Row, bindparam, delete, insert, select, text,
 
 from serve_app.jobs.api.new_lines import NewLine
 from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus
+from serve_app.jobs.api.responses import EndedResponse
 from serve_app.jobs.storage.batch_states import end_batch
 from serve_app.jobs.storage.ownership import is_alive
 from serve_app.jobs.storage.rows.batches import BatchRow, lock_batches
@@ -122,6 +123,12 @@ class LineResult:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that were found in a KV cache."""
+    stored: EndedResponse | None = None
+    """Response to be stored with the result."""
+
+
+StoreResponse = Callable[[Connection, LineResult], LineResult]
+"""Function that stores the response of a result; it returns the result, or a failure if there is no room."""
 
 
 @dataclass(slots=True)
@@ -215,8 +222,10 @@ def release_lines(connection: Connection, owner: str, leased: Sequence[LeasedLin
     _add_queued(connection, Counter(batch_id for batch_id, _, _ in freed))
 
 
-def end_lines(connection: Connection, owner: str, results: Sequence[LineResult], now: float) -> EndedLines:
-    """Write the results of lines that the owner still holds.
+def end_lines(
+    connection: Connection, owner: str, results: Sequence[LineResult], now: float, store: StoreResponse | None = None
+) -> EndedLines:
+    """Write the results of lines that the owner still holds, and store the responses of those that have some.
 
     A batch whose last line has ended moves to its next state in the same transaction.
     """
@@ -225,6 +234,8 @@ def end_lines(connection: Connection, owner: str, results: Sequence[LineResult],
     for result in results:
         if _key(result.line) in held:
             held.remove(_key(result.line))
+            if store is not None and result.stored is not None:
+                result = store(connection, result)
             ended.counted.append(result)
     if not ended.counted:
         return ended
@@ -282,6 +293,7 @@ def close_lines(connection: Connection, batch: BatchRow, status: LineStatus, err
     connection.execute(update(lines).where(these).values(values))
     sums = {
         "num_failed": batches.c.num_failed + len(rows),
+        "num_undone": batches.c.num_undone + len(rows),
         "num_queued": batches.c.num_queued - sum(row.status == LineStatus.QUEUED.value for row in rows),
         "waiting_tokens": batches.c.waiting_tokens - sum(row.expected_tokens for row in rows),
     }

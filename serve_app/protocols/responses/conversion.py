@@ -34,6 +34,7 @@ from serve_app.protocols.responses.schema import (
     REFUSED_WITHOUT_STORE,
     RESPONSES_IGNORED,
     FlatJsonSchemaFormat,
+    ItemReference,
     ResponsesBody,
 )
 from serve_app.protocols.responses.toolset import Toolset, choice_of, function_name, toolset_of
@@ -77,13 +78,29 @@ class ResponseRequest:
         body = _parsed(fields)
         _check_stored(body)
         has_history = body.previous_response_id is not None or body.conversation is not None
-        return cls(fields, body, None if has_history else _adapted(body, is_stored=body.store))
+        needs_store = has_history or bool(_referenced_ids(body))
+        return cls(fields, body, None if needs_store else _adapted(body, is_stored=body.store))
 
     @property
     def conversation_id(self) -> str | None:
         """Conversation that the request continues; None: none."""
         given = self.body.conversation
         return given if given is None or isinstance(given, str) else given.id
+
+    @property
+    def referenced_ids(self) -> tuple[str, ...]:
+        """Ids of the stored items to which the input refers."""
+        return _referenced_ids(self.body)
+
+    def with_items(self, items: Sequence[JsonObject]) -> ResponseRequest:
+        """Return the request with stored items in the places of the references to them.
+
+        Raises:
+            InvalidRequest: the conversation cannot be served.
+        """
+        by_id = {item["id"]: item for item in items}
+        own = [by_id[item["id"]] if item.get("type") == "item_reference" else item for item in self.fields["input"]]
+        return ResponseRequest.of({**self.fields, "input": own})
 
     def with_history(self, history: Sequence[JsonObject]) -> AdaptedChat:
         """Return the chat of the request with the items that are stored before its own.
@@ -109,6 +126,11 @@ def adapted_response(fields: JsonObject, default_model: str | None = None) -> Ad
 def _parsed(fields: JsonObject) -> ResponsesBody:
     _refuse(fields, REFUSED)
     return parse_body(ResponsesBody, fields, RESPONSES_IGNORED)
+
+
+def _referenced_ids(body: ResponsesBody) -> tuple[str, ...]:
+    items = () if isinstance(body.input, str) else body.input
+    return tuple(item.id for item in items if isinstance(item, ItemReference))
 
 
 def _refuse(fields: JsonObject, refused: Mapping[str, str]) -> None:
@@ -197,13 +219,16 @@ class Messages:
     _is_open: bool = False
     """True if the last message is the model's turn, to which items may be added."""
 
-    def add(self, item: Item, place: str) -> None:
+    def add(self, item: Item | ItemReference, place: str) -> None:
         """Add an item that stands at a place of the request.
 
         Raises:
-            InvalidRequest: it is the output of a call that is not there.
+            InvalidRequest: it is the output of a call that is not there, or refers to an item where none is stored.
         """
         match item:
+            case ItemReference():
+                message = f"`{place}` refers to an item, and nothing is stored here; send the item itself"
+                raise InvalidRequest(message, place, "unsupported_parameter")
             case ItemMessage(role="assistant", content=text):
                 turn = self._answer(place, before=("tool_calls", "content"))
                 turn["content"] = text

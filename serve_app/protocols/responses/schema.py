@@ -171,6 +171,19 @@ class ReasoningOptions(StrictBody):
 StoredId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
+class ItemReference(StrictBody):
+    """Stored item of the tenant, by its id."""
+
+    type: Literal["item_reference"]
+    id: StoredId
+
+
+InputItem = Annotated[
+    Annotated[Item, Tag("<item>")] | Annotated[ItemReference, Tag("<item_reference>")],
+    Discriminator(lambda value: "<item_reference>" if _type_of(value) == "item_reference" else "<item>"),
+]
+
+
 class ConversationReference(StrictBody):
     """Conversation, by its id."""
 
@@ -182,7 +195,7 @@ class ResponsesBody(GenerationOptions):
 
     input: Annotated[
         Annotated[NonEmptyText, Tag("<text>")]
-        | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("<items>")],
+        | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<items>")],
         Discriminator(lambda value: "<text>" if isinstance(value, str) else "<items>"),
     ]
     """Items of the conversation, or the text of the user: all of it, or what follows the stored part."""
@@ -250,7 +263,7 @@ REFUSED_WITHOUT_STORE: Mapping[str, str] = {
 """Fields that need stored responses, with what to do where there are none."""
 
 _TOOLS = level_of(FlatFunction, CustomTool, NamespaceTool, tools=level_of(FlatFunction, CustomTool))
-_ITEMS = level_of(*ITEMS, content=level_of(*PARTS), summary=level_of(*PARTS), output=level_of(*PARTS))
+_ITEMS = level_of(*ITEMS, ItemReference, content=level_of(*PARTS), summary=level_of(*PARTS), output=level_of(*PARTS))
 RESPONSES_LEVEL = Level(
     CHAT_LEVEL.names.union(ResponsesBody.model_fields, RESPONSES_IGNORED, REFUSED),
     RESPONSES_IGNORED,
@@ -265,7 +278,7 @@ RESPONSES_LEVEL = Level(
 )
 """Fields that are known, if only to be refused."""
 OPEN_RESPONSES = (
-    *ITEMS, *PARTS, ResponsesBody, FlatFunction, CustomTool, NamespaceTool, ForeignTool, TextOptions, ReasoningOptions,
-    NamedTool, AllowedTools, ConversationReference,
+    *ITEMS, *PARTS, ItemReference, ResponsesBody, FlatFunction, CustomTool, NamespaceTool, ForeignTool, TextOptions,
+    ReasoningOptions, NamedTool, AllowedTools, ConversationReference,
 )  # fmt: skip
 """Schemas of the objects in which unknown fields are ignored."""

@@ -23,6 +23,7 @@ _PREFIXES = {
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
 }  # fmt: skip
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAMED_ITEM = re.compile(r"[a-z]+_(.+)_i?[0-9]+")
 _ANY_INPUT = "."
 """Input in place of a run's own: its reply does not depend on it."""
 _NO_USAGE = Usage(0, 0, 0)
@@ -50,6 +51,12 @@ def _with_id(item: dict[str, Any], suffix: str, number: int) -> JsonObject:
         part = "output_text" if item["role"] == "assistant" else "input_text"
         stored["content"] = [{"type": part, "text": item["content"]}]
     return stored
+
+
+def response_id_of(item_id: str) -> str | None:
+    """Return the id of the response after which an item was named; None: it was not."""
+    named = _NAMED_ITEM.fullmatch(item_id)
+    return None if named is None else f"resp_{named[1]}"
 
 
 def parsed_items(items: Sequence[str]) -> list[JsonObject]:

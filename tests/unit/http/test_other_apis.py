@@ -50,7 +50,7 @@ async def test_what_a_hint_names_exists(make_api: MakeApi) -> None:
     ("path", "hint"),
     [
         ("/api/chat", "it is Ollama's API; use POST /v1/chat/completions"),
-        ("/v1/messages/batches/b", "it is Anthropic's API; use POST /v1/batches"),
+        ("/v1/complete/b", "it is Anthropic's API; use POST /v1/completions"),
         ("/v1/threads/t/runs", "it is OpenAI's API; use POST /v1/responses and POST /v1/conversations"),
         ("/apis", None),
         ("/v1/nowhere", None),

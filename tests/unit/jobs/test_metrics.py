@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from replicas.protocol import Band, Metric, MetricKind
 from replicas.timing.clock import Clock
 from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus, RequestCounts
+from serve_app.jobs.api.responses import StoredSize, StoredSums
 from serve_app.jobs.execution.throughput import ThroughputEstimator
-from serve_app.jobs.metrics import jobs_metrics
+from serve_app.jobs.metrics import jobs_metrics, stored_metrics
 from serve_app.jobs.storage.batch_states import cancel_batch
 from serve_app.jobs.storage.lines import end_lines
 from serve_app.jobs.storage.rows.batch_queue import Backlog
@@ -41,6 +42,21 @@ def test_counts_show_with_their_labels_and_kinds() -> None:
     }
     kinds = {metric.name: metric.kind for metric in metrics}
     assert kinds["headway:jobs"] is MetricKind.GAUGE and kinds["headway:batch_requests"] is MetricKind.COUNTER
+
+
+def test_stored_responses_are_counted_by_tenant_and_the_rest_together() -> None:
+    sums = StoredSums(
+        StoredSize(10, 3, 1000, 40.0), 5, {"a": StoredSize(4, 2, 600, 50.0), "b": StoredSize(1, 0, 90, 60.0)}
+    )
+    assert values(stored_metrics(sums, 100.0)) == {
+        "headway:stored_responses tenant=a": 4,
+        "headway:stored_bytes tenant=a": 600,
+        "headway:stored_responses tenant=b": 1,
+        "headway:stored_bytes tenant=b": 90,
+        "headway:stored_responses tenant=other": 5,
+        "headway:stored_bytes tenant=other": 310,
+        "headway:oldest_stored_response_seconds": 60,
+    }
 
 
 async def test_counts_are_of_all_tenants(world: World) -> None:

@@ -45,7 +45,7 @@ _AS_THEY_ARE = (
     "id", "tenant", "endpoint", "created_unix_s", "expires_unix_s", "input_file_id", "callback_url", "request_id",
     "in_progress_unix_s", "finalizing_unix_s", "completed_unix_s", "failed_unix_s", "expired_unix_s",
     "cancelling_unix_s", "cancelled_unix_s", "num_prompt_tokens", "num_output_tokens",
-    "num_cached_tokens",
+    "num_cached_tokens", "num_undone",
 )  # fmt: skip
 
 

@@ -10,11 +10,12 @@ from sqlalchemy import Connection, Row, Select, delete, func, insert, select, up
 
 from replicas.errors import Overloaded
 from serve_app.jobs.api.errors import UnknownConversation, UnknownItem
-from serve_app.jobs.api.responses import ConversationRecord, ItemPage, ItemPageRequest, StoredSize
+from serve_app.jobs.api.responses import ConversationRecord, ItemPage, ItemPageRequest, StoredSize, StoredSums
 from serve_app.jobs.storage.schema.tables import conversation_items, conversations, responses, stored
 
 _RETRY_AFTER_S = 60.0
 _SHOWN_CHARS = 64
+_SUMS = ("num_responses", "num_conversations", "num_bytes")
 
 
 def count_stored(
@@ -43,14 +44,34 @@ def too_much_stored(num_bytes: int, limit: int) -> Overloaded:
     return Overloaded(message, _RETRY_AFTER_S, "max_stored_bytes", "storage_limit_exceeded")
 
 
-def all_stored(connection: Connection) -> dict[str, StoredSize]:
-    """Return what each tenant has stored."""
-    oldest = select(func.min(responses.c.created_unix_s)).where(responses.c.tenant == stored.c.tenant)
-    query = select(stored, oldest.scalar_subquery().label("oldest")).order_by(stored.c.tenant)
-    return {
-        row.tenant: StoredSize(row.num_responses, row.num_conversations, row.num_bytes, row.oldest)
-        for row in connection.execute(query)
-    }
+_OLDEST_OF_TENANT = select(func.min(responses.c.created_unix_s)).where(responses.c.tenant == stored.c.tenant)
+_SIZES = select(stored, _OLDEST_OF_TENANT.scalar_subquery().label("oldest"))
+_TOTAL = select(
+    func.count().label("num_tenants"),
+    *(func.coalesce(func.sum(stored.c[name]), 0).label(name) for name in _SUMS),
+    # Responses expire in the order of their creation.
+    select(responses.c.created_unix_s).order_by(responses.c.expires_unix_s).limit(1).scalar_subquery().label("oldest"),
+).where(stored.c.num_bytes > 0)
+
+
+def stored_sizes(connection: Connection, tenant: str | None = None) -> dict[str, StoredSize]:
+    """Return what each tenant has stored, or what one has."""
+    of_tenant = () if tenant is None else (stored.c.tenant == tenant,)
+    rows = connection.execute(_SIZES.where(*of_tenant).order_by(stored.c.tenant))
+    return {row.tenant: _size_of(row) for row in rows}
+
+
+def stored_sums(connection: Connection, num_largest: int) -> StoredSums:
+    """Return what all tenants have stored together, and what those with most bytes have."""
+    total = connection.execute(_TOTAL).one()
+    largest = connection.execute(
+        _SIZES.where(stored.c.num_bytes > 0).order_by(stored.c.num_bytes.desc()).limit(num_largest)
+    )
+    return StoredSums(_size_of(total), total.num_tenants, {row.tenant: _size_of(row) for row in largest})
+
+
+def _size_of(row: Row[Any]) -> StoredSize:
+    return StoredSize(int(row.num_responses), int(row.num_conversations), int(row.num_bytes), row.oldest)
 
 
 def add_conversation(connection: Connection, tenant: str, conversation: ConversationRecord) -> bool:
@@ -176,6 +197,14 @@ def all_items(connection: Connection, tenant: str, conversation_id: str) -> tupl
         conversation_items.c.conversation_id == conversation_id, conversation_items.c.tenant == tenant
     )
     return tuple(connection.execute(query.order_by(conversation_items.c.position)).scalars())
+
+
+def items_by_id(connection: Connection, tenant: str, item_ids: Sequence[str]) -> dict[str, str]:
+    """Return those of these items that a tenant's conversations have; of several with one id any."""
+    query = select(conversation_items.c.id, conversation_items.c.item).where(
+        conversation_items.c.tenant == tenant, conversation_items.c.id.in_(item_ids)
+    )
+    return {row.id: row.item for row in connection.execute(query)}
 
 
 def find_item(connection: Connection, tenant: str, conversation_id: str, item_id: str) -> str:

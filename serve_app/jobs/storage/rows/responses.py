@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic_core import from_json
 from sqlalchemy import Connection, Row, bindparam, delete, func, insert, literal, select, update
 
 from replicas.errors import InvalidRequest, Overloaded
-from serve_app.jobs.api.errors import UnknownPreviousResponse, UnknownResponse
+from serve_app.jobs.api.errors import UnknownItem, UnknownPreviousResponse, UnknownResponse
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.api.responses import (
+    EndedResponse,
     ItemPage,
     ItemPageRequest,
+    ItemReference,
     NewResponse,
     ResponseEnd,
     ResponseRecord,
@@ -21,8 +24,10 @@ from serve_app.jobs.api.responses import (
 )
 from serve_app.jobs.storage.rows.conversations import (
     add_items,
+    all_items,
     count_stored,
     get_conversation,
+    items_by_id,
     stored_bytes,
     too_much_stored,
 )
@@ -64,27 +69,56 @@ def add_response(
     identity = {"response_id": new.id, "tenant": new.tenant}
     if connection.execute(_RESPONSE, identity).first() is not None:
         return
+    _check_unfinished(connection, new.tenant, settings.max_unfinished_responses)
+    status = ResponseStatus.QUEUED if owner is None else ResponseStatus.IN_PROGRESS
+    state = {"status": status.value, "owner": owner, "num_bytes": new.num_bytes, "response": new.response, "output": ""}
+    _insert(connection, new, state, settings, now)
+
+
+def add_ended_response(connection: Connection, ended: EndedResponse, settings: JobsSettings, now: float) -> None:
+    """Store a response that has ended; the tenant's oldest make room for it.
+
+    Raises:
+        UnknownConversation: its conversation does not exist.
+        Overloaded: there is no room.
+        IntegrityError: as `count_stored`.
+    """
+    new, end = ended.new, ended.end
+    output = _SEPARATOR.join(end.output)
+    num_bytes = new.num_bytes + len(end.response) - len(new.response) + len(output)
+    state = {"status": end.status.value, "num_bytes": num_bytes, "response": end.response, "output": output}
+    _insert(connection, new, state, settings, now)
+    if new.conversation_id is not None:
+        add_items(connection, new.tenant, new.conversation_id, (*new.items, *end.output))
+
+
+def _insert(
+    connection: Connection, new: NewResponse, state: Mapping[str, Any], settings: JobsSettings, now: float
+) -> None:
+    """Store a response in a state, which has `num_bytes`, and make room for it.
+
+    Raises:
+        UnknownConversation, Overloaded, IntegrityError: as `add_ended_response`.
+    """
     if new.conversation_id is not None:
         get_conversation(connection, new.tenant, new.conversation_id)
-    _check_unfinished(connection, new.tenant, settings.max_unfinished_batches)
-    make_room(connection, new.tenant, new.num_bytes, settings.max_stored_bytes)
-    status = ResponseStatus.QUEUED if owner is None else ResponseStatus.IN_PROGRESS
+    make_room(connection, new.tenant, state["num_bytes"], settings.max_stored_bytes)
     row = {
         "id": new.id, "tenant": new.tenant, "model": settings.model_name, "previous_id": new.previous_id,
-        "conversation_id": new.conversation_id, "status": status.value, "is_background": int(new.run is not None),
-        "owner": owner, "created_unix_s": now, "expires_unix_s": now + settings.keep_responses_s,
-        "num_bytes": new.num_bytes, "input": _SEPARATOR.join(new.items), "response": new.response, "output": "",
-        "run": None if new.run is None else new.run.plan, "prompt": None if new.run is None else new.run.prompt,
+        "conversation_id": new.conversation_id, "is_background": int(new.run is not None),
+        "created_unix_s": now, "expires_unix_s": now + settings.keep_responses_s,
+        "input": _SEPARATOR.join(new.items), "run": None if new.run is None else new.run.plan,
+        "prompt": None if new.run is None else new.run.prompt, **state,
     }  # fmt: skip
     connection.execute(insert(responses).values(row))
-    count_stored(connection, new.tenant, new.num_bytes, num_responses=1)
+    count_stored(connection, new.tenant, state["num_bytes"], num_responses=1)
 
 
 def _check_unfinished(connection: Connection, tenant: str, limit: int) -> None:
     num_unfinished = int(connection.execute(_NUM_UNFINISHED, {"tenant": tenant}).scalar_one())
     if num_unfinished >= limit:
         message = f"{num_unfinished} stored responses have not ended; the limit is {limit}"
-        raise Overloaded(message, _RETRY_AFTER_S, "max_batches_per_tenant", "rate_limit_exceeded")
+        raise Overloaded(message, _RETRY_AFTER_S, "max_responses_per_tenant", "rate_limit_exceeded")
 
 
 def make_room(connection: Connection, tenant: str, num_bytes: int, limit: int) -> None:
@@ -209,9 +243,41 @@ def list_items(connection: Connection, tenant: str, response_id: str, page: Item
     items = split_items(get_row(connection, tenant, response_id).input)
     items = items if page.is_ascending else items[::-1]
     if page.after is not None:
-        mark = f'"id":"{page.after}"'
-        items = items[next((at + 1 for at, item in enumerate(items) if mark in item), len(items)) :]
+        ids = [from_json(item)["id"] for item in items]
+        items = items[ids.index(page.after) + 1 :] if page.after in ids else ()
     return ItemPage(items[: page.limit], len(items) > page.limit)
+
+
+def find_items(connection: Connection, tenant: str, references: Sequence[ItemReference]) -> tuple[str, ...]:
+    """Return a tenant's items with some ids, from its conversations and responses.
+
+    Raises:
+        UnknownItem: one of them is not stored.
+    """
+    found = items_by_id(connection, tenant, [reference.item_id for reference in references])
+    response_ids = {one.response_id for one in references if one.response_id and one.item_id not in found}
+    columns = select(responses.c.input, responses.c.output)
+    for row in connection.execute(columns.where(responses.c.id.in_(response_ids), responses.c.tenant == tenant)):
+        for item in (*split_items(row.input), *split_items(row.output)):
+            found.setdefault(from_json(item)["id"], item)
+    missing = next((one.item_id for one in references if one.item_id not in found), None)
+    if missing is not None:
+        raise UnknownItem(f"there is no stored item `{missing[:_SHOWN_CHARS]}`")
+    return tuple(found[reference.item_id] for reference in references)
+
+
+def conversation_before(
+    connection: Connection, tenant: str, response_id: str | None, conversation_id: str | None
+) -> tuple[str, ...]:
+    """Return the items of the conversation up to a response, or else of a conversation object, or else none.
+
+    Raises:
+        UnknownPreviousResponse, InvalidRequest: as `history`.
+        UnknownConversation: as `get_conversation`.
+    """
+    if response_id is not None:
+        return history(connection, tenant, response_id)
+    return () if conversation_id is None else all_items(connection, tenant, conversation_id)
 
 
 def history(connection: Connection, tenant: str, response_id: str) -> tuple[str, ...]:

@@ -99,6 +99,7 @@ batches = Table(
     Column("num_queued", Integer, nullable=False),
     Column("num_completed", Integer, nullable=False),
     Column("num_failed", Integer, nullable=False),
+    Column("num_undone", Integer, nullable=False, server_default="0"),  # failed ones that the end of the batch ended
     Column("waiting_tokens", BigInteger, nullable=False),  # expected tokens of lines that have not ended
     Column("num_prompt_tokens", BigInteger, nullable=False),
     Column("num_output_tokens", BigInteger, nullable=False),
@@ -223,6 +224,7 @@ conversation_items = Table(
     Column("item", Text, nullable=False),
     PrimaryKeyConstraint("conversation_id", "position"),
     UniqueConstraint("conversation_id", "id", name="conversation_items_id"),
+    Index("conversation_items_by_id", "tenant", "id"),
 )
 
 responses = Table(

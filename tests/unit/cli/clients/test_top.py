@@ -13,6 +13,7 @@ from router.timeline import Part
 from serve_app.cli.clients.top import bar
 from serve_app.cli.main import app
 from serve_app.jobs.api.records import BatchProgress, JobsCounts, RequestCounts
+from serve_app.jobs.api.responses import StoredSize, StoredSums
 from testkit.http.api import MODEL, Api, MakeApi, serving
 from testkit.http.scripted_dispatcher import write_keys
 from testkit.limits import LIMIT_S
@@ -26,11 +27,13 @@ async def top(api: Api, *arguments: str) -> Result:
 async def test_a_snapshot_names_replicas_bands_and_requests(make_api: MakeApi) -> None:
     api = make_api(ttft_s=0.02)
     api.dispatcher.queued = {Band.BATCH: {"nightly": TenantQueue(1234, 5678)}}
-    api.jobs.counted = JobsCounts(running=(BatchProgress("batch_1", "nightly", RequestCounts(3000, 1000, 12), True),))
+    running = (BatchProgress("batch_1", "nightly", RequestCounts(3000, 1000, 12), True),)
+    api.jobs.counted = JobsCounts(running=running, stored=StoredSums(StoredSize(1200, 0, 2**21, 1.0), 1, {}))
     await api.post("/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 2}, x_request_id="mine-1")
     result = await top(api)
     assert result.exit_code == 0, result.output
     assert "MOSTLY CHOSEN FOR" in result.stdout
+    assert "1,200 stored responses, 2.0 MiB" in result.stdout
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["replica-a", "idle", "0/8", "25", "%", "3", "12", "0.2", "s", "only", "one,", "1", "of", "1"] in lines
     assert ["batch", "1,234", "1", *["-"] * 6] in lines

@@ -199,7 +199,7 @@ async def test_an_error_has_anthropics_shape_before_and_in_a_stream(
 async def test_errors_of_the_path_have_its_shape(api: Api) -> None:
     other_type = await api.http.post("/v1/messages", content=b"{}", headers={"content-type": "text/plain"})
     wrong_method = await api.http.get("/v1/messages")
-    unknown = await api.post("/v1/messages/batches", {})
+    unknown = await api.post("/v1/messages/other", {})
     unknown_model = await send(api, model="other")
     for response, status, kind in (
         (other_type, 415, "invalid_request_error"),
@@ -209,7 +209,6 @@ async def test_errors_of_the_path_have_its_shape(api: Api) -> None:
     ):
         assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
         assert response.headers["request-id"]
-    assert "POST /v1/batches" in unknown.json()["error"]["message"]
 
 
 async def test_a_silent_stream_sends_pings(make_api: MakeApi) -> None:

@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from replicas.errors import ServingError
+from serve_app.jobs.api.errors import storage_unavailable
 from testkit.http.api import MODEL, REPLY, Api, MakeApi, card_of, events, refusal, scripted
 from testkit.http.response_events import checked_response, read_responses
 from testkit.limits import until
@@ -107,6 +108,17 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
     """Return a response without what differs between two of one request."""
     output = [{**item, "id": None, "call_id": None} for item in response["output"]]
     return {**response, "id": None, "created_at": None, "completed_at": None, "output": output}
+
+
+async def test_a_response_that_is_not_stored_needs_no_storage(make_api: MakeApi) -> None:
+    api = make_api(stores_responses=True)
+    assert (await respond(api, max_output_tokens=2)).json()["store"] is True
+    api.jobs.error = storage_unavailable(is_full=False)
+    refused = await respond(api, max_output_tokens=2)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "storage_unavailable")
+    assert "retry-after" in refused.headers
+    answered = await respond(api, max_output_tokens=2, store=False)
+    assert (answered.status_code, answered.json()["store"]) == (200, False)
 
 
 async def test_a_limit_leaves_the_response_incomplete(api: Api) -> None:

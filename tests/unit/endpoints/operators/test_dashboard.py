@@ -19,6 +19,8 @@ from router.types import ReplicaView
 from serve_app.cli.clients.events import aread_events
 from serve_app.http.live_feed import LiveFeed
 from serve_app.jobs.api.records import BatchProgress, JobsCounts, RequestCounts
+from serve_app.jobs.api.responses import StoredSize, StoredSums
+from serve_app.jobs.metrics import stored_metrics
 from serve_app.openai.reply.format import JsonObject
 from testkit.http.api import MODEL, Api, MakeApi, documented_answers, operations_of, refusal, serving
 from testkit.http.documented_answers import Given
@@ -55,7 +57,9 @@ async def test_a_snapshot_shows_replicas_queues_latencies_jobs_and_requests(make
     api.dispatcher.queued = {Band.BATCH: {str(n): TenantQueue(n, 10 * n) for n in range(12)}}
     counts = (Metric("headway:jobs", "", MetricKind.GAUGE, 3, (("state", "in_progress"),)),)
     batch = BatchProgress("batch_1", "nightly", RequestCounts(30, 10, 2), has_webhook=True)
-    api.jobs.counted = JobsCounts(counts, running=(batch,))
+    sizes = {f"tenant-{n}": StoredSize(n, 0, 100 * n, 50.0) for n in range(12, 0, -1)}
+    stored = StoredSums(StoredSize(90, 4, 9000, 40.0), 20, sizes)
+    api.jobs.counted = JobsCounts((*counts, *stored_metrics(stored, 100.0)), running=(batch,), stored=stored)
     for _ in range(3):
         await api.complete(max_tokens=4)
     await api.complete(temperature=9)
@@ -80,6 +84,11 @@ async def test_a_snapshot_shows_replicas_queues_latencies_jobs_and_requests(make
             "has_webhook": True,
         }
     ]
+    shown = found["stored"]
+    assert [size["tenant"] for size in shown.pop("tenants")] == [f"tenant-{n}" for n in range(12, 4, -1)]
+    assert shown == {
+        "num_tenants": 20, "num_responses": 90, "num_conversations": 4, "num_bytes": 9000, "oldest_response_at": 40,
+    }  # fmt: skip
     # A body that is refused while it is read is no completion.
     assert [request["status"] for request in found["requests"]] == ["completed"] * 3
 

@@ -33,7 +33,7 @@ def test_a_database_at_the_newest_version_stays_as_it_is(database_url, engine):
     for _ in range(2):
         Database.opened(database_url).close()
     with engine.connect() as connection:
-        assert version(connection) == "0007"
+        assert version(connection) == "0008"
 
 
 def test_a_database_of_an_older_version_is_brought_to_the_newest(database_url, engine):
@@ -43,7 +43,7 @@ def test_a_database_of_an_older_version_is_brought_to_the_newest(database_url, e
         connection.execute(insert(owners).values(id="owner", heartbeat_unix_s=1.0))
     Database.opened(database_url).close()
     with engine.connect() as connection:
-        assert version(connection) == "0007"
+        assert version(connection) == "0008"
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
         assert connection.execute(select(owners.c.id)).scalars().all() == ["owner"]
 
@@ -59,7 +59,7 @@ def test_a_database_of_a_newer_program_is_refused(database_url, engine):
     Database.opened(database_url).close()
     with engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(DatabaseTooNew, match="after 0007"):
+    with pytest.raises(DatabaseTooNew, match="after 0008"):
         Database.opened(database_url)
 
 

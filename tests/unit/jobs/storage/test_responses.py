@@ -2,31 +2,41 @@
 
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+from pydantic_core import from_json
 from sqlalchemy import Connection, event, func, select, text, update
 
 from replicas.errors import InvalidRequest, Overloaded
 from serve_app.jobs.api.errors import UnknownConversation, UnknownPreviousResponse, UnknownResponse
-from serve_app.jobs.api.records import JobsSettings
+from serve_app.jobs.api.records import BatchKind, BatchStatus, JobsSettings, PageRequest
 from serve_app.jobs.api.responses import (
     ConversationRecord,
+    EndedResponse,
     ItemPageRequest,
+    ItemReference,
     NewResponse,
     ResponseEnd,
     ResponseRun,
     ResponseStatus,
     StoredDelta,
 )
+from serve_app.jobs.execution.line_runner import store_response
 from serve_app.jobs.lifecycle.state_loops import BatchEvents
 from serve_app.jobs.responses import SqlResponses
+from serve_app.jobs.storage.batch_states import delete_batch
+from serve_app.jobs.storage.lines import LeasedLine, LineResult, end_lines, lease_lines
 from serve_app.jobs.storage.ownership import reap_owner
 from serve_app.jobs.storage.response_outputs import NewOutput, commit_outputs, held_numbers, lease_responses
+from serve_app.jobs.storage.rows.batches import batch_record, list_batches, list_lines, select_batch
+from serve_app.jobs.storage.rows.conversations import stored_sums
 from serve_app.jobs.storage.rows.responses import delete_some, expire_responses
 from serve_app.jobs.storage.schema.database import Database
 from serve_app.jobs.storage.schema.tables import conversation_items, conversations, response_deltas, responses, stored
-from testkit.jobs.database_worlds import MODEL, World
+from testkit.jobs.database_worlds import MODEL, World, new_batch, success
 
 INGRESS, WORKER = "ingress", "worker"
 RUN = ResponseRun('{"fields":{}}', b"\1\0\0\0")
@@ -130,6 +140,7 @@ async def test_another_tenants_objects_are_unknown(store: SqlResponses) -> None:
         store.delete_conversation("b", "conv"), store.add_items("b", "conv", [item("x")]),
         store.conversation_items("b", "conv", PAGE), store.conversation_item("b", "conv", "first"),
         store.delete_item("b", "conv", "first"), store.history("b", None, "conv"),
+        store.find_items("b", [ItemReference("first", "a")]),
         store.begin_response(new("c", "b", conversation_id="conv"), INGRESS),
     ]  # fmt: skip
     for call in of_conversation:
@@ -156,6 +167,67 @@ async def test_the_oldest_responses_that_have_ended_make_room(store: SqlResponse
     with pytest.raises(Overloaded, match="`max_stored_bytes` is 1048576"):
         await store.begin_response(NewResponse("e", "acme", "{}", (item("huge", 2**20),)), INGRESS)
     await add(store, "f", tenant="other")
+
+
+def result_of(line: LeasedLine, size: int, **fields: Any) -> LineResult:
+    """Return the result of a line whose response has an output of about `size` bytes."""
+    ended = ResponseEnd(f"resp-{line.position}", ResponseStatus.COMPLETED, "{}", (item(f"out-{line.position}", size),))
+    stored = EndedResponse(NewResponse(ended.id, "acme", "{}", (item("in"),), **fields), ended)
+    return replace(success(line), stored=stored)
+
+
+async def test_a_line_is_stored_with_its_result_or_fails_by_the_limit(store: SqlResponses, world: World) -> None:
+    await store.create_conversation("acme", ConversationRecord("conv", 1.0, "{}"), [item("large", 2**20 - 2000)])
+    await world.add_owner(WORKER)
+    batch_id = (await world.submit(new_batch(3, endpoint="/v1/responses"))).batch.id
+    lines = await world.lease(WORKER, batch_id)
+    small, large, lost = (
+        result_of(lines[0], 500),
+        result_of(lines[1], 3000),
+        result_of(lines[2], 1, conversation_id="x"),
+    )
+    keep = partial(store_response, settings=world.settings, now=world.now)
+    ended = await world.write(lambda c: end_lines(c, WORKER, [small, large, lost], world.now, keep))
+    assert [result.status_code for result in ended.counted] == [200, 429, 404]
+    error = from_json(ended.counted[1].error or "")
+    assert error["code"] == "storage_limit_exceeded" and "`max_stored_bytes` is 1048576" in error["message"]
+    record = batch_record(await world.write(lambda c: select_batch(c, batch_id)))
+    assert (record.status, record.counts.completed, record.counts.failed) == (BatchStatus.COMPLETED, 1, 2)
+    # What was deleted to make room for the large one is there again.
+    assert small.stored is not None
+    assert (await store.response("acme", small.stored.end.id)).output == small.stored.end.output
+    await check_sums(world)
+
+
+async def test_a_line_that_another_worker_has_is_not_stored(store: SqlResponses, world: World) -> None:
+    await world.add_owner(WORKER)
+    batch_id = (await world.submit(new_batch(1, endpoint="/v1/responses"))).batch.id
+    [line] = await world.lease(WORKER, batch_id)
+    await world.database.write(lambda c: reap_owner(c, WORKER))
+    keep = partial(store_response, settings=world.settings, now=world.now)
+    await world.write(lambda c: end_lines(c, WORKER, [result_of(line, 1)], world.now, keep))
+    with pytest.raises(UnknownResponse):
+        await store.response("acme", "resp-0")
+
+
+async def test_a_page_of_items_begins_behind_the_item_with_an_id(store: SqlResponses) -> None:
+    quoting = '{"id":"b","content":"x","inner":{"id":"c"}}'
+    await store.begin_response(NewResponse("a", "acme", "{}", (item("a"), quoting, item("c"), item("d"))), INGRESS)
+    page = await store.response_items("acme", "a", ItemPageRequest(10, after="c", is_ascending=True))
+    assert page.items == (item("d"),)
+    assert (await store.response_items("acme", "a", ItemPageRequest(10, after="e"))).items == ()
+
+
+async def test_unfinished_responses_have_a_bound_of_their_own(database: Database) -> None:
+    world = World(database, JobsSettings(MODEL, max_unfinished_responses=2, max_unfinished_batches=1))
+    store = SqlResponses(world.context, BatchEvents(lambda bands: None, lambda ids: None), lambda: None)
+    for name in ("a", "b"):
+        await store.begin_response(new(name), INGRESS)
+    with pytest.raises(Overloaded, match="2 stored responses have not ended; the limit is 2") as caught:
+        await store.begin_response(new("c"), INGRESS)
+    assert caught.value.reason == "max_responses_per_tenant"
+    await store.end_response(end("a"), INGRESS)
+    await store.begin_response(new("c"), INGRESS)
 
 
 async def test_old_responses_are_deleted_when_they_have_ended(store: SqlResponses, world: World) -> None:
@@ -210,8 +282,14 @@ async def test_all_that_a_tenant_has_stored_is_counted_and_deleted(store: SqlRes
         await add(store, name)
     await add(store, "c", tenant="other")
     await store.create_conversation("acme", ConversationRecord("conv", 1.0, "{}"), [item("first")])
-    size = (await store.stored_by_tenant())["acme"]
+    sizes = await store.stored_by_tenant()
+    size = sizes["acme"]
     assert (size.num_responses, size.num_conversations, size.oldest_unix_s) == (2, 1, world.now)
+    assert await store.stored_by_tenant("acme") == {"acme": size}
+    sums = await world.database.read(lambda c: stored_sums(c, 1))
+    assert (sums.num_tenants, dict(sums.largest)) == (2, {"acme": size})
+    assert (sums.total.num_responses, sums.total.num_conversations, sums.total.oldest_unix_s) == (3, 1, world.now)
+    assert sums.total.num_bytes == sum(one.num_bytes for one in sizes.values())
     assert await store.delete_stored("acme") == size
     left = await store.stored_by_tenant()
     assert (left["acme"].num_responses, left["acme"].num_bytes, left["other"].num_responses) == (0, 0, 1)
@@ -223,9 +301,10 @@ def statements(database: Database) -> Iterator[list[tuple[str, Any]]]:
     """Give the statements that are executed within the context, with their parameters."""
     seen: list[tuple[str, Any]] = []
 
-    def note(connection: Connection, cursor: object, statement: str, parameters: Any, *others: object) -> None:
+    def note(_connection: Connection, _cursor: object, statement: str, parameters: Any, *others: object) -> None:
+        is_for_many = others[-1]
         if statement.startswith(("SELECT", "UPDATE", "DELETE", "WITH")):
-            seen.append((statement, parameters))
+            seen.append((statement, parameters[0] if is_for_many else parameters))
 
     event.listen(database._engine, "before_cursor_execute", note)
     try:
@@ -270,12 +349,29 @@ async def use_everything(store: SqlResponses, world: World) -> None:
     await store.cancel_response("acme", "d")
     await world.database.write(lambda c: expire_responses(c, 0.0, 10))
     await store.hold_responses(INGRESS, is_busy=True)
+    assert await store.find_items("acme", [ItemReference("first", None), ItemReference("out-b", "b")])
+    await store.stored_by_tenant("acme")
+
+
+async def use_batch(world: World, batch_id: str) -> None:
+    """Call all that a message batch and lines of responses call."""
+    lines = await world.database.write(lambda c: lease_lines(c, WORKER, {batch_id: 3}))
+    keep = partial(store_response, settings=world.settings, now=world.now)
+    results = [result_of(line, 1) for line in lines]
+    await world.database.write(lambda c: end_lines(c, WORKER, results, world.now, keep))
+    for is_ascending in (False, True):
+        page = PageRequest(10, batch_id, is_ascending)
+        await world.database.read(lambda c, page=page: list_batches(c, "acme", BatchKind.MESSAGES, page))  # type: ignore[misc]
+    await world.database.read(lambda c: list_lines(c, "acme", batch_id, -1, 10))
+    await world.database.write(lambda c: delete_batch(c, "acme", batch_id))
 
 
 async def test_no_plan_has_a_scan(store: SqlResponses, world: World) -> None:
     await world.add_owner(WORKER)
+    batch_id = (await world.submit(new_batch(3, BatchKind.MESSAGES))).batch.id
     with statements(world.database) as seen:
         await use_everything(store, world)
+        await use_batch(world, batch_id)
         # Full: the next response deletes the oldest ones, and deletions cascade.
         await world.database.write(lambda c: c.execute(update(stored).values(num_bytes=2**20)))
         seen.pop()
