@@ -111,7 +111,10 @@ class AdaptedChat:
         if isinstance(error, ContextExceeded) and self.too_long is not None:
             message = self.too_long.format(num_tokens=error.num_prompt_tokens, limit=error.max_model_len - 1)
             return InvalidRequest(message, error.param, error.code)
-        return renamed(error, self.names)
+        told = renamed(error, self.names)
+        if isinstance(error, ContextExceeded) and told.param is not None:
+            return ContextExceeded(told.message, told.param, error.num_prompt_tokens, error.max_model_len)
+        return told
 
 
 def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:
