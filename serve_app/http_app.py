@@ -17,6 +17,7 @@ from starlette.routing import Match, Route
 
 from replicas.errors import ServingError
 from replicas.timing.clock import Clock
+from serve_app.endpoints.generation.compaction import CompactionEndpoints
 from serve_app.endpoints.generation.completions import CompletionEndpoints
 from serve_app.endpoints.generation.conversations import ConversationEndpoints
 from serve_app.endpoints.generation.messages import MessageEndpoints
@@ -137,10 +138,11 @@ def _response_endpoints(
     bodies: BodyReader, completions: Completions, stored: StoredResponses | None, keep_alive_s: float
 ) -> list[object]:
     if stored is None:
-        return [ResponseEndpoints(bodies, completions, None, None)]
+        return [ResponseEndpoints(bodies, completions, None, None, None)]
     reading = StoredResponseEndpoints(stored, completions.service, keep_alive_s)
-    making = ResponseEndpoints(bodies, completions, stored, reading)
-    return [making, reading, ConversationEndpoints(bodies, stored), StoredEndpoints(stored)]
+    compaction = CompactionEndpoints(bodies, completions, stored)
+    making = ResponseEndpoints(bodies, completions, stored, reading, compaction)
+    return [making, compaction, reading, ConversationEndpoints(bodies, stored), StoredEndpoints(stored)]
 
 
 def _dependencies(authenticator: Authenticator, limiter: KeyLimiter) -> Mapping[Access, Sequence[params.Depends]]:

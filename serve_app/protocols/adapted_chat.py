@@ -38,6 +38,8 @@ class AdaptedChat:
     """Tools of the request that only the protocol's own server can run; the model does not see them."""
     droppable: tuple[tuple[int, ...], ...] = ()
     """Units of messages, by their indices, that may be dropped in this order if the prompt exceeds the context."""
+    summary: int | None = None
+    """Index of the message with the summary of a compaction, which is never dropped; None: there is none."""
 
     async def prepare(self, service: CompletionService, caller: Caller) -> PreparedCompletion:
         """Prepare the completion, as `CompletionService.chat` does; as few messages as must be are dropped.

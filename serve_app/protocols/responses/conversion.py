@@ -193,7 +193,14 @@ def _adapted(body: ResponsesBody, origin: Origin) -> AdaptedChat:
     )
     reply = ReplyKind("resp_", partial(ResponseFormat, options))
     droppable = droppable_units(messages.turns, messages.summary) if body.truncation == "auto" else ()
-    return AdaptedChat(chat_of(chat, names), reply, names, ignored_tools=tuple(toolset.ignored), droppable=droppable)
+    return AdaptedChat(
+        chat_of(chat, names),
+        reply,
+        names,
+        ignored_tools=tuple(toolset.ignored),
+        droppable=droppable,
+        summary=messages.summary,
+    )
 
 
 def _encryption(cipher: ContentCipher | None) -> Callable[[str], str]:
@@ -273,19 +280,20 @@ class Messages:
         try:
             return self.cipher.decrypt(kind, content)
         except ValueError:
-            message = f"the `encrypted_content` of `{place}` was not made by this server for this tenant, or was altered"
+            message = (
+                f"the `encrypted_content` of `{place}` was not made by this server for this tenant, or was altered"
+            )
             raise InvalidRequest(message, place, "invalid_encrypted_content") from None
 
     def _compact(self, summary: str, place: str) -> None:
         """Put a summary in the place of all messages but the instructions and the last one of the user."""
+        instructions = [index for index, turn in enumerate(self.turns) if turn["role"] in INSTRUCTIONS]
         users = [index for index, turn in enumerate(self.turns) if turn["role"] == "user" and index != self.summary]
-        before = [index for index, turn in enumerate(self.turns) if turn["role"] in INSTRUCTIONS]
-        self.summary = len(before)
-        turns = [self.turns[index] for index in before], [self.turns[index] for index in users[-1:]]
-        places = [self.names[f"messages[{index}]"] for index in (*before, *users[-1:])]
-        places.insert(self.summary, place)
-        self.turns = [*turns[0], {"role": "user", "content": f"{SUMMARY_HEADING}\n{summary}"}, *turns[1]]
-        self.names = {f"messages[{index}]": name for index, name in enumerate(places)}
+        kept = [(self.turns[index], self.names[f"messages[{index}]"]) for index in (*instructions, *users[-1:])]
+        self.summary = len(instructions)
+        kept.insert(self.summary, ({"role": "user", "content": f"{SUMMARY_HEADING}\n{summary}"}, place))
+        self.turns = [turn for turn, _ in kept]
+        self.names = {f"messages[{index}]": name for index, (_, name) in enumerate(kept)}
         self.call_ids.clear()
         self._is_open = False
 

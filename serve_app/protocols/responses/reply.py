@@ -92,6 +92,11 @@ class ResponseFormat(ChatReader):
         """Return the last event of a stream, with a response that has ended."""
         return self._numbered([{"type": f"response.{response['status']}", "response": response}])
 
+    @property
+    def compaction(self) -> str | None:
+        """Encrypted summary with which the output begins; None: there is none."""
+        return self._options.compaction
+
     def begun(self, status: str) -> JsonObject:
         """Return the response as it is before its first delta, with a status."""
         return self._response() | {"status": status}

@@ -188,8 +188,7 @@ class CompactionOptions(StrictBody):
 
 
 Input = Annotated[
-    Annotated[NonEmptyText, Tag("<text>")]
-    | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("<items>")],
+    Annotated[NonEmptyText, Tag("<text>")] | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("<items>")],
     Discriminator(lambda value: "<text>" if isinstance(value, str) else "<items>"),
 ]
 
@@ -250,7 +249,6 @@ class ResponsesBody(GenerationOptions):
     """Most probable tokens at each position of the text, whose log probabilities are in the answer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the chat template, such as `enable_thinking`."""
-
 
     @property
     def has_encrypted(self) -> bool:
