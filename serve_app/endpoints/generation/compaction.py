@@ -83,7 +83,8 @@ class CompactionEndpoints:
             InvalidRequest: the conversation cannot be served.
         """
         owner = caller_of(request).owner_before_parsing
-        return await self._bodies.run_by_size(partial(continued.adapted, compaction), owner, continued.num_chars)
+        num_bytes = continued.num_chars + exchange_of(request).request_bytes
+        return await self._bodies.run_by_size(partial(continued.adapted, compaction), owner, num_bytes)
 
     async def prepare(
         self, request: Request, continued: ContinuedRequest, adapted: AdaptedChat, caller: Caller

@@ -26,8 +26,8 @@ _SUMMARY_SHARE = 4
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _REQUEST = (
     "Write a summary of the conversation up to here. An assistant will continue it who sees your summary in place of "
-    "all earlier messages. Keep what the user asked for and every condition, decisions and their reasons, facts, names, "
-    "numbers, results of tools, and what is left to do. Write the summary alone, in at most {num_words} words."
+    "all earlier messages. Keep what the user asked for and every condition, decisions and their reasons, facts, "
+    "names, numbers, results of tools, and what is left to do. Write the summary alone, in at most {num_words} words."
 )
 _WORDS_OF_TOKENS = 0.6
 """Words of a text for each of its tokens, about."""
@@ -44,7 +44,7 @@ class ContinuedRequest:
 
     @property
     def num_chars(self) -> int:
-        """Size of the stored items."""
+        """Size of the stored items, characters."""
         return sum(map(len, self.history))
 
     @property

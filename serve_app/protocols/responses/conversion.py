@@ -102,10 +102,12 @@ class ResponseRequest:
         Raises:
             InvalidRequest: the conversation cannot be served.
         """
+        origin = Origin(self.body.store, len(history), cipher, compaction)
+        if not history and compaction is None:
+            return _adapted(self.body, origin)
         items = self.items(history)
         if compaction is not None:
             items.append({"type": COMPACTION, "encrypted_content": compaction})
-        origin = Origin(self.body.store, len(history), cipher, compaction)
         return _adapted(_parsed({**self.fields, "input": items}), origin)
 
 

@@ -194,6 +194,7 @@ Item = Annotated[
         _kind,
         custom_error_type=UNSUPPORTED,
         custom_error_message="must be an object whose `type` is message, function_call, function_call_output, "
-        "custom_tool_call, custom_tool_call_output, reasoning or compaction; none is stored, to which an item could refer",
+        "custom_tool_call, custom_tool_call_output, reasoning or compaction; none is stored, to which an item could "
+        "refer",
     ),
 ]
