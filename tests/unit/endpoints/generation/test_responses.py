@@ -33,7 +33,9 @@ def agent(make_api: MakeApi, tokenizer: PreTrainedTokenizerFast, tmp_path: Path)
     shown = "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n{% endif %}"
     template.write_text(CHAT_TEMPLATE.replace("{{ message.content or '' }}", shown + "{{ message.content or '' }}"))
     card = card_of(tokenizer, max_model_len=4096)
-    return make_api(settings={"chat_template": str(template)}, dispatcher={"card": card}, stops_at=4, stores_responses=True)
+    return make_api(
+        settings={"chat_template": str(template)}, dispatcher={"card": card}, stops_at=4, stores_responses=True
+    )
 
 
 @pytest.fixture
