@@ -14,7 +14,8 @@ WAYS = ("text", "stream", "structured", "tools")
 GATE = (
     "openai-python", "openai-node", "openai-agents", "langchain", "pydantic-ai", "instructor", "litellm", "llama-index",
     "ai-sdk", "openai-responses", "openai-responses-node", "openai-agents-responses", "openai-stored",
-    "openai-stored-node", "openai-agents-stored", "litellm-responses", "codex", "anthropic-python", "anthropic-node", "langchain-anthropic", "litellm-anthropic",
+    "openai-stored-node", "openai-agents-stored", "litellm-responses", "codex", "anthropic-python", "anthropic-node",
+    "langchain-anthropic", "litellm-anthropic",
 )  # fmt: skip
 """Clients that the server must serve in all ways."""
 

@@ -85,7 +85,7 @@ async def test_a_conversation_longer_than_the_context_is_compacted(http: httpx.A
 
 @pytest.mark.parametrize("way", ["items", "previous", "background"])
 async def test_30_turns_beyond_the_context_go_on(http: httpx.AsyncClient, way: str) -> None:
-    options = {"context_management": [{"type": "compaction", "compact_threshold": 300}]}
+    options: dict[str, Any] = {"context_management": [{"type": "compaction", "compact_threshold": 300}]}
     items: list[dict[str, Any]] = []
     previous, num_compactions, num_tokens = None, 0, 0
     for turn in range(30):
