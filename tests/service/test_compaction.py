@@ -183,6 +183,6 @@ async def test_options_that_are_wrong_are_refused_by_name(
 async def test_one_message_beyond_the_context_cannot_be_compacted(http: httpx.AsyncClient) -> None:
     items = [*conversation(1), {"role": "user", "content": json.dumps(list(range(2000)))}]
     for path in ("/v1/responses", "/v1/responses/compact"):
-        management = {"context_management": [{"type": "compaction"}]} if path == "/v1/responses" else {}
+        management: dict[str, Any] = {"context_management": [{"type": "compaction"}]} if path == "/v1/responses" else {}
         answer = await http.post(path, json={"model": MODEL, "input": items, **management})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded"), answer.text

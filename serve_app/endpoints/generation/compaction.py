@@ -91,7 +91,8 @@ class CompactionEndpoints:
     ) -> PreparedCompletion:
         """Prepare the completion of a response, and compact its conversation if that is beyond the threshold.
 
-        A conversation of instructions, a summary and one message of the user is not compacted.
+        A conversation of instructions, a summary and one message of the user is not compacted, nor one whose answer
+        the context cannot hold.
 
         Raises:
             ServingError: the request cannot be served, or its summary failed.
@@ -99,8 +100,9 @@ class CompactionEndpoints:
         service, threshold = self._completions.service, continued.threshold
         try:
             prepared = await replace(adapted, droppable=()).prepare(service, caller)
-        except ContextExceeded:
-            if not can_be_compacted(adapted):
+        except ContextExceeded as error:
+            has_no_room = (continued.asked.body.max_output_tokens or 0) >= error.max_model_len
+            if has_no_room or not can_be_compacted(adapted):
                 return await adapted.prepare(service, caller)
         else:
             is_below = threshold is None or prepared.progress.prompt_tokens <= threshold
