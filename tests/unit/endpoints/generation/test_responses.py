@@ -177,7 +177,7 @@ async def test_reasoning_is_an_item_that_comes_back(
         )
         assert f"<think>\n{part['text']}\n</think>\nYes." in prompt_of(agent, tokenizer)
     for content in ("gAAAAA==", "é", thought["encrypted_content"][1:]):
-        foreign = {"type": "reasoning", "summary": [], "encrypted_content": content}
+        foreign: dict[str, Any] = {"type": "reasoning", "summary": [], "encrypted_content": content}
         refused = await respond(agent, input=[{"role": "user", "content": "?"}, foreign])
         assert refusal(refused) == (400, "invalid_encrypted_content", "input[1]")
 
