@@ -193,7 +193,8 @@ class HeadwayConfig(_SettingsOfParts):
     files_url: str | None = None
     """fsspec URL of the folder for files (`s3://bucket/folder`). None: a directory in `data_dir`."""
     webhook_secret: str | None = None
-    """Key that signs webhooks, `whsec_` and base64. None: drawn once and kept in `data_dir`."""
+    """Key that signs webhooks, `whsec_` and base64; the key of encrypted contents follows from it. None: drawn once and
+    kept in `data_dir`."""
     webhook_allowed_hosts: str = ""
     """Host names and networks, separated by commas, that may receive webhooks although they are not public."""
     cpus_per_jobs: float = Field(default=0.0, ge=0)

@@ -17,6 +17,7 @@ from starlette.routing import Match, Route
 
 from replicas.errors import ServingError
 from replicas.timing.clock import Clock
+from serve_app.endpoints.generation.compaction import CompactionEndpoints
 from serve_app.endpoints.generation.completions import CompletionEndpoints
 from serve_app.endpoints.generation.conversations import ConversationEndpoints
 from serve_app.endpoints.generation.messages import MessageEndpoints
@@ -139,11 +140,12 @@ def _response_endpoints(
 ) -> list[object]:
     stored, jobs = backends.responses, backends.jobs
     if stored is None or jobs is None:
-        return [ResponseEndpoints(bodies, completions, None, None)]
+        return [ResponseEndpoints(bodies, completions, None, None, None)]
     reading = StoredResponseEndpoints(stored, completions.service, keep_alive_s)
-    making = ResponseEndpoints(bodies, completions, stored, reading)
+    compaction = CompactionEndpoints(bodies, completions, stored)
+    making = ResponseEndpoints(bodies, completions, stored, reading, compaction)
     sizes = StoredEndpoints(stored, jobs.settings.max_stored_bytes)
-    return [making, reading, ConversationEndpoints(bodies, stored), sizes]
+    return [making, compaction, reading, ConversationEndpoints(bodies, stored), sizes]
 
 
 def _dependencies(authenticator: Authenticator, limiter: KeyLimiter) -> Mapping[Access, Sequence[params.Depends]]:

@@ -78,6 +78,7 @@ CONFINED = {
         "serve_app.openai.tokenize",
     ),
     "llguidance": ("replicas.text.grammar",),
+    "cryptography": ("serve_app.protocols.responses.encrypted_content",),
     "lark": ("serve_app.protocols.responses.custom_input",),
     "opentelemetry": ("serve_app.tracing",),
     "triton": ("replicas.model.attention", "replicas.model.layers", "replicas.model.sampling"),

@@ -13,8 +13,9 @@ NAME = "clients"
 WAYS = ("text", "stream", "structured", "tools")
 GATE = (
     "openai-python", "openai-node", "openai-agents", "langchain", "pydantic-ai", "instructor", "litellm", "llama-index",
-    "ai-sdk", "openai-responses", "openai-responses-node", "openai-agents-responses", "litellm-responses", "codex",
-    "anthropic-python", "anthropic-node", "langchain-anthropic", "litellm-anthropic",
+    "ai-sdk", "openai-responses", "openai-responses-node", "openai-agents-responses", "openai-stored",
+    "openai-stored-node", "openai-agents-stored", "litellm-responses", "codex", "anthropic-python", "anthropic-node",
+    "langchain-anthropic", "litellm-anthropic",
 )  # fmt: skip
 """Clients that the server must serve in all ways."""
 
@@ -22,7 +23,7 @@ _INTRODUCTION = """# Clients
 
 Stock clients against a served application, in four ways: text, a stream, structured output, and tools (a call, its
 result, and the answer). `python -m bench.clients` runs a small program for each (`bench/clients/programs`) against a
-tiny model with scripted answers. `python -m bench.clients.page > docs/clients.md` makes this page of the outcomes.
+tiny model with scripted answers. Rows named `stored` have background, resumed streams, chains and conversations.
 
 A client takes the server's address as its base URL, such as `http://127.0.0.1:8000/v1`, and any API key where no key
 file is configured. Codex takes them as `base_url` of a provider with `wire_api = "responses"`. Anthropic's clients take

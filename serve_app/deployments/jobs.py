@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from serve_app.jobs.storage.schema.database import JobsContext
     from serve_app.jobs.usage import UsageLedger
     from serve_app.jobs.webhooks.sender import Outbox, WebhookSender
+    from serve_app.jobs.webhooks.signing import WebhookSigner
 
 
 class Jobs:
@@ -67,6 +68,7 @@ class Jobs:
         from serve_app.jobs.runtime import JobsRuntime
         from serve_app.jobs.storage.schema.database import Database, JobsContext
         from serve_app.jobs.usage import UsageLedger, UsageReporter
+        from serve_app.jobs.webhooks.signing import WebhookSigner, content_key
 
         self._registry = CollectorRegistry()
         self._tracer = Tracer(settings.tracing, "headway-jobs", this_replica_id())
@@ -76,7 +78,8 @@ class Jobs:
         await asyncio.to_thread(make_directory, Path(settings.data_dir))
         database = Database(settings.database_url)
         files = FsspecStore(settings.files_url)
-        context = JobsContext(database, files, settings.jobs, clock)
+        secret = await asyncio.to_thread(_webhook_secret, settings)
+        context = JobsContext(database, files, settings.jobs, content_key(secret), clock)
         ledger = UsageLedger(clock)
         self._runtime = JobsRuntime(
             context,
@@ -85,7 +88,8 @@ class Jobs:
             backlog,
         )
         self.service = self._runtime.service
-        self._webhooks = await asyncio.to_thread(_webhook_sender, settings, self._runtime.outbox, self._tracer)
+        signer = WebhookSigner(secret)
+        self._webhooks = _webhook_sender(settings, signer, self._runtime.outbox, self._tracer)
         self._reporter = UsageReporter(ledger, self.service.report_usage)
         export = jobs_exporter(settings.jobs.model_name, self._own_metrics, Instruments.of_serve())
         exporting = export_forever(export)
@@ -158,13 +162,19 @@ class Jobs:
             await asyncio.to_thread(self._tracer.close)
 
 
-def _webhook_sender(settings: JobsProcess, outbox: "Outbox", tracer: Tracer) -> "WebhookSender":
+def _webhook_secret(settings: JobsProcess) -> str:
+    from serve_app.jobs.webhooks.signing import load_or_create_secret
+
+    return settings.webhook_secret or load_or_create_secret(Path(settings.data_dir) / "webhook_secret")
+
+
+def _webhook_sender(
+    settings: JobsProcess, signer: "WebhookSigner", outbox: "Outbox", tracer: Tracer
+) -> "WebhookSender":
     from serve_app.jobs.webhooks.client import WebhookClient
     from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
     from serve_app.jobs.webhooks.sender import WebhookSender
-    from serve_app.jobs.webhooks.signing import WebhookSigner, load_or_create_secret
 
-    secret = settings.webhook_secret or load_or_create_secret(Path(settings.data_dir) / "webhook_secret")
     guard = WebhookGuard(AllowedHosts.parse(settings.webhook_allowed_hosts), SystemResolver())
-    client = WebhookClient(WebhookSigner(secret), guard, tracer=tracer)
+    client = WebhookClient(signer, guard, tracer=tracer)
     return WebhookSender(outbox, client.post, random.Random(), Clock())

@@ -29,6 +29,7 @@ class StoredResponses:
         self._client = client
         self._heartbeat_s = heartbeat_s
         self._owner = new_id("owner")
+        self._content_key: bytes | None = None
         self._running: set[str] = set()
         self._is_known = False
         """True if the store knows this owner: from the begin of a response to the first heartbeat without one."""
@@ -46,6 +47,16 @@ class StoredResponses:
             ServingError: the method raised it, or it failed.
         """
         return await self._client.call(method, *args, **arguments)
+
+    async def content_key(self) -> bytes:
+        """Return the key of encrypted contents, which is asked for once.
+
+        Raises:
+            ServingError: it cannot be read.
+        """
+        if self._content_key is None:
+            self._content_key = await self.call(ResponsesService.content_key)
+        return self._content_key
 
     async def run(self) -> None:
         """Send heartbeats while responses run, until cancelled."""

@@ -54,6 +54,10 @@ class SqlResponses:
         except IntegrityError:
             return await self._database.write(work)
 
+    async def content_key(self) -> bytes:
+        """Return the key of encrypted contents."""
+        return self._context.content_key
+
     async def begin_response(self, new: NewResponse, owner: str | None) -> None:
         """Store a response durably."""
         settings, now = self._context.settings, self._now()

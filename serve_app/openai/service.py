@@ -300,6 +300,14 @@ class CompletionService:
             case RerankBody():
                 return await self._pooled.ranks(body, caller, card)
 
+    async def max_model_len(self) -> int:
+        """Return the tokens of the model's context.
+
+        Raises:
+            NoReplicaAvailable: no replica has ever answered.
+        """
+        return (await self._model.card()).max_model_len
+
     async def _generating_card(self) -> ModelCard:
         card = await self._model.card()
         if not card.generates:

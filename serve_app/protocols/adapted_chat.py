@@ -38,6 +38,8 @@ class AdaptedChat:
     """Tools of the request that only the protocol's own server can run; the model does not see them."""
     droppable: tuple[tuple[int, ...], ...] = ()
     """Units of messages, by their indices, that may be dropped in this order if the prompt exceeds the context."""
+    summary: int | None = None
+    """Index of the message with the summary of a compaction, which is never dropped; None: there is none."""
 
     async def prepare(self, service: CompletionService, caller: Caller) -> PreparedCompletion:
         """Prepare the completion, as `CompletionService.chat` does; as few messages as must be are dropped.
@@ -111,7 +113,10 @@ class AdaptedChat:
         if isinstance(error, ContextExceeded) and self.too_long is not None:
             message = self.too_long.format(num_tokens=error.num_prompt_tokens, limit=error.max_model_len - 1)
             return InvalidRequest(message, error.param, error.code)
-        return renamed(error, self.names)
+        told = renamed(error, self.names)
+        if isinstance(error, ContextExceeded) and told.param is not None:
+            return ContextExceeded(told.message, told.param, error.num_prompt_tokens, error.max_model_len)
+        return told
 
 
 def chat_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:

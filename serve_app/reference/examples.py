@@ -51,6 +51,7 @@ _EXAMPLES: Mapping[str, _Example] = {
     "POST /v1/messages/count_tokens": _Example({"model": _MODEL, "messages": _CHAT["messages"]}),
     "POST /v1/responses": _Example({"model": _MODEL, "input": "Hello", "max_output_tokens": 64}),
     "POST /v1/responses/input_tokens": _Example({"model": _MODEL, "input": "Hello"}),
+    "POST /v1/responses/compact": _Example({"model": _MODEL, "input": "Hello"}),
     "POST /v1/embeddings": _Example({"model": _MODEL, "input": ["The sea", "A mountain"]}),
     **dict.fromkeys(("POST /v1/score", "POST /score"), _Example({"model": _MODEL, **_PAIR})),
     **dict.fromkeys(("POST /v1/rerank", "POST /v2/rerank", "POST /rerank"), _Example({"model": _MODEL, **_RANKED})),

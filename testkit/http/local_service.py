@@ -39,6 +39,7 @@ from serve_app.jobs.storage.schema.database import Database, JobsContext
 from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
+from serve_app.jobs.webhooks.signing import content_key, load_or_create_secret
 from serve_app.monitoring.families import CountsCollector, families_of_process
 from serve_app.monitoring.http import HttpMetrics
 from serve_app.monitoring.load_history import LoadHistory
@@ -159,6 +160,7 @@ async def _jobs(
     name = settings.served_model_name
     metrics = HttpMetrics(name)
     routing, files = LocalRouting(client, metrics), FsspecStore(f"{data_dir}/files")
+    secret = load_or_create_secret(data_dir / "webhook_secret")
     database = await asyncio.to_thread(Database, f"sqlite:///{data_dir}/jobs.sqlite3")
     defaults = SamplingDefaults.load(settings.model)
     known = KnownModel((name,), routing.dispatcher, time.monotonic, defaults)
@@ -166,7 +168,7 @@ async def _jobs(
     metrics.registry.register(CountsCollector(text.grammars.metrics))
     ledger, tracer = UsageLedger(Clock()), Tracer(settings.tracing, "headway-jobs", "0")
     service = CompletionService(routing.dispatcher, known, text, settings.limits, random.Random(0), ledger)
-    context = JobsContext(database, files, job_settings)
+    context = JobsContext(database, files, job_settings, content_key(secret))
     runtime = JobsRuntime(
         context,
         LineRunner(service, metrics.outputs, random.Random(0), context, tracer),

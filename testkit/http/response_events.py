@@ -13,6 +13,8 @@ from testkit.http.named_events import read_named
 
 _SDK: TypeAdapter[Any] = TypeAdapter(cast("Any", ResponseStreamEvent))
 _ENDS = ("response.completed", "response.incomplete", "response.failed")
+_FIXED = ("name", "call_id", "namespace", "encrypted_content")
+"""Fields that an item has from its begin on."""
 _TEXTS = {
     "message": ("response.output_text", "text"),
     "reasoning": ("response.reasoning_text", "text"),
@@ -63,7 +65,8 @@ class ResponseStream:
         assert item["status"] == "in_progress" and item["id"] not in [other["id"] for other in self.output]
         self.output.append(item)
         self._kind, self._text = item["type"], ""
-        self.state = "item" if item["type"] in ("message", "reasoning") else "text"
+        # A compaction has no event about its text.
+        self.state = {"message": "item", "reasoning": "item", "compaction": "text_done"}.get(item["type"], "text")
 
     def _add_to_item(self, name: str, event: dict[str, Any]) -> None:
         if name in ("response.content_part.added", "response.reasoning_summary_part.added"):
@@ -75,7 +78,7 @@ class ResponseStream:
             assert ("summary" in name) == (self._kind == "summary")
             self.state = "part_done"
         elif name == "response.output_item.done":
-            has_part = self._kind not in ("function_call", "custom_tool_call")
+            has_part = self._kind not in ("function_call", "custom_tool_call", "compaction")
             assert self.state == ("part_done" if has_part else "text_done")
             self._end_item(event["item"])
         else:
@@ -92,7 +95,7 @@ class ResponseStream:
         added = self.output[-1]
         assert item["status"] in ("completed", "incomplete")
         assert {name: item[name] for name in ("id", "type")} == {name: added[name] for name in ("id", "type")}
-        assert all(item[name] == added[name] for name in ("name", "call_id", "namespace") if name in added)
+        assert all(item[name] == added[name] for name in _FIXED if name in added)
         self.output[-1], self.state = item, "open"
 
     def _end(self, name: str, response: dict[str, Any]) -> None:

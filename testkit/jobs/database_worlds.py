@@ -57,7 +57,7 @@ class World:
 
     @property
     def context(self) -> JobsContext:
-        return JobsContext(self.database, self.files, self.settings, self.clock)
+        return JobsContext(self.database, self.files, self.settings, bytes(64), self.clock)
 
     async def write(self, work: Callable[[Connection], T]) -> T:
         """Run a transaction, check every invariant inside it, and return its result."""

@@ -123,7 +123,7 @@ async def jobs_process(
     """Run a jobs process within the context; if `is_killed`, it stops without writing anything."""
     clock = clock or Clock()
     database = Database(database_url)
-    context = JobsContext(database, files, settings or JobsSettings(MODEL), clock)
+    context = JobsContext(database, files, settings or JobsSettings(MODEL), bytes(64), clock)
     flow_queue = FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0)
     capacity, backlog = LineCapacity(lambda: [view(completions, num_slots)], flow_queue), BacklogView(clock)
     metrics = OutputMetrics(CollectorRegistry(), MODEL)

@@ -15,10 +15,10 @@ from testkit.http.service_process import MODEL, KilledService, killed_service
 from testkit.limits import LIMIT_S, until
 
 DEMO = str(Path(__file__).resolve().parents[2] / "replicas" / "demo")
-NUM_TOKENS = 1000
-NEW_EVENTS = 4
+NUM_TOKENS = 240
+NEW_EVENTS = 3
 """Events of each reader that has not ended between two kills."""
-PIECES = {"type": "array", "items": {"type": "string", "minLength": 8, "maxLength": 12}, "minItems": 60, "maxItems": 60}
+PIECES = {"type": "array", "items": {"type": "string", "minLength": 8, "maxLength": 12}, "minItems": 24, "maxItems": 24}
 SCHEMA = {
     "type": "object", "properties": {"pieces": PIECES}, "required": ["pieces"], "additionalProperties": False,
 }  # fmt: skip
@@ -114,6 +114,7 @@ async def run(folder: Path, num_responses: int, num_kills: int) -> Outcome:
         for _ in range(num_kills):
             num_before = [reader.num_events for reader in outcome.readers]
             await until(lambda: all(map(has_advanced, outcome.readers, num_before)))  # noqa: B023
+            assert not all(reader.has_ended for reader in outcome.readers), "nothing runs that a kill could meet"
             service.kill()
             await asyncio.to_thread(service.start)
         await reading

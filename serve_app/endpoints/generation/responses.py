@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve_app.endpoints.generation.compaction import CompactionEndpoints
 from serve_app.endpoints.generation.completions import ANSWER_HEADERS
 from serve_app.endpoints.generation.responder import Completions
 from serve_app.endpoints.generation.stored_reply import StoredReply
@@ -18,7 +19,7 @@ from serve_app.endpoints.generation.stored_responses import StoredResponseEndpoi
 from serve_app.http.bodies import BodyReader
 from serve_app.http.exchange import caller_of, exchange_of, json_response, tenant_of
 from serve_app.http.streaming import while_connected
-from serve_app.jobs.api.responses import ItemReference, NewResponse, ResponseRun, ResponsesService
+from serve_app.jobs.api.responses import NewResponse, ResponseRun
 from serve_app.jobs.response_client import StoredResponses
 from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.reply.stored_run import StoredRun, packed
@@ -27,7 +28,7 @@ from serve_app.protocols.responses.answers import InputTokens, ResponseEvent, Re
 from serve_app.protocols.responses.conversion import ResponseRequest, adapted_response
 from serve_app.protocols.responses.reply import ResponseFormat
 from serve_app.protocols.responses.schema import RESPONSES_IGNORED, RESPONSES_LEVEL, ResponsesBody
-from serve_app.protocols.responses.stored import parsed_items, response_id_of, stored_items
+from serve_app.protocols.responses.stored import stored_items
 from serve_app.reference.operations import (
     BODY_FAILURES,
     COMPLETION_FAILURES,
@@ -39,6 +40,8 @@ from serve_app.reference.operations import (
     Operation,
 )
 
+Preparing = Coroutine[Any, Any, PreparedCompletion]
+
 _IGNORED_TOOLS = "x-headway-ignored-tools"
 _ANSWER_HEADERS = (*ANSWER_HEADERS, _IGNORED_TOOLS)
 
@@ -48,13 +51,14 @@ class ResponseEndpoints:
 
     def __init__(
         self, bodies: BodyReader, completions: Completions, stored: StoredResponses | None,
-        reading: StoredResponseEndpoints | None,
+        reading: StoredResponseEndpoints | None, compaction: CompactionEndpoints | None,
     ) -> None:  # fmt: skip
         """Create the endpoints; without a store nothing is stored. `reading` streams responses in the background."""
         self._bodies = bodies
         self._completions = completions
         self._stored = stored
         self._reading = reading
+        self._compaction = compaction
 
     @Operation(
         "POST",
@@ -71,16 +75,28 @@ class ResponseEndpoints:
     )
     async def create(self, request: Request) -> Response:
         """Answer a conversation of items, whole or as a stream of events."""
-        if self._stored is None:
+        if self._stored is None or self._compaction is None:
             return await self._completions.respond_to_chat(request, self._bodies, adapted_response, RESPONSES_LEVEL)
         owner = caller_of(request).owner_before_parsing
         asked = await self._bodies.convert(request, ResponseRequest.of, owner, RESPONSES_LEVEL)
-        asked = await self._with_items(request, asked)
-        adapted = await self._adapted(request, asked)
+        asked = await self._compaction.with_items(request, asked)
+        caller = caller_of(request)
         if asked.body.background:
-            return await self._begin_background(request, asked, adapted, self._stored)
+            caller = replace(caller, sdk_timeout_s=None)  # The client does not wait.
+        if asked.adapted is None:
+            continued = await self._compaction.continued(request, asked)
+            adapted = await self._compaction.adapted(request, continued)
+        else:
+            continued, adapted = None, asked.adapted
+        exchange_of(request).ignored_tools = adapted.ignored_tools
+        if continued is not None and asked.body.context_management:
+            preparing = self._compaction.prepare(request, continued, adapted, caller)
+        else:
+            preparing = adapted.prepare(self._completions.service, caller)
+        if asked.body.background:
+            return await self._begin_background(request, asked, preparing, self._stored)
         record = partial(self._record, tenant_of(request), asked, self._stored) if asked.body.store else None
-        return await self._completions.respond_to_adapted(request, adapted, record)
+        return await self._completions.respond(request, caller, adapted.chat, preparing, record)
 
     @Operation(
         "POST",
@@ -96,43 +112,24 @@ class ResponseEndpoints:
         caller, service = caller_of(request), self._completions.service
         make = partial(ResponseRequest.of if self._stored else _unstored, default_model=service.checks.names[0])
         asked = await self._bodies.convert(request, make, caller.owner_before_parsing, RESPONSES_LEVEL)
-        asked = await self._with_items(request, asked)
         adapted = await self._adapted(request, asked)
         exchange_of(request).ignored_tools = adapted.ignored_tools
         num_tokens = await adapted.num_prompt_tokens(service, caller)
         return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
-
-    async def _with_items(self, request: Request, asked: ResponseRequest) -> ResponseRequest:
-        """Return a request with the stored items to which it refers.
-
-        Raises:
-            UnknownItem: one of them is not stored.
-            InvalidRequest: the conversation cannot be served.
-        """
-        ids = asked.referenced_ids
-        if not ids:
-            return asked
-        assert self._stored is not None
-        references = [ItemReference(item_id, response_id_of(item_id)) for item_id in ids]
-        items = await self._stored.call(ResponsesService.find_items, tenant_of(request), references)
-        owner = caller_of(request).owner_before_parsing
-        return await self._bodies.run_by_size(partial(_referring, asked, items), owner, sum(map(len, items)))
 
     async def _adapted(self, request: Request, asked: ResponseRequest) -> AdaptedChat:
         """Return the chat of a request, with the stored part of its conversation.
 
         Raises:
             InvalidRequest: the conversation cannot be served.
-            UnknownResponse, UnknownConversation: it is not stored.
+            UnknownResponse, UnknownConversation, UnknownItem: it is not stored.
         """
+        if self._compaction is not None:
+            asked = await self._compaction.with_items(request, asked)
         if asked.adapted is not None:
             return asked.adapted
-        assert self._stored is not None
-        history = await self._stored.call(
-            ResponsesService.history, tenant_of(request), asked.body.previous_response_id, asked.conversation_id
-        )
-        owner = caller_of(request).owner_before_parsing
-        return await self._bodies.run_by_size(partial(_continued, asked, history), owner, sum(map(len, history)))
+        assert self._compaction is not None
+        return await self._compaction.adapted(request, await self._compaction.continued(request, asked))
 
     def _record(
         self, tenant: str, asked: ResponseRequest, stored: StoredResponses, prepared: PreparedCompletion
@@ -140,18 +137,16 @@ class ResponseEndpoints:
         return StoredReply(stored, _new_response(tenant, asked, prepared, "in_progress", None))
 
     async def _begin_background(
-        self, request: Request, asked: ResponseRequest, adapted: AdaptedChat, stored: StoredResponses
+        self, request: Request, asked: ResponseRequest, preparing: Preparing, stored: StoredResponses
     ) -> Response:
         """Store a response that a jobs worker is to make; show its state, or follow its events."""
-        caller, exchange, service = caller_of(request), exchange_of(request), self._completions.service
-        exchange.ignored_tools = adapted.ignored_tools
-        caller = replace(caller, sdk_timeout_s=None)  # The client does not wait.
-        prepared = await while_connected(request.receive, adapted.prepare(service, caller))
+        exchange = exchange_of(request)
+        prepared = await while_connected(request.receive, preparing)
         if exchange.key_use is not None:
             exchange.key_use.charge(prepared.progress.prompt_tokens)
         assert isinstance(prepared.format, ResponseFormat)
         fields = {**asked.fields, "input": None}
-        run = StoredRun.of(fields, prepared.format.head, prepared)
+        run = StoredRun.of(fields, prepared.format.head, prepared, prepared.format.compaction)
         prompt = packed(prepared.requests[0].prompt_token_ids)
         tenant = tenant_of(request)
         new = _new_response(tenant, asked, prepared, "queued", ResponseRun(run.to_json(), prompt))
@@ -161,14 +156,6 @@ class ResponseEndpoints:
             assert self._reading is not None
             return await self._reading.follow(request, new.id, -1)
         return json_response(prepared.format.begun("queued"))
-
-
-def _continued(asked: ResponseRequest, history: Sequence[str]) -> AdaptedChat:
-    return asked.with_history(parsed_items(history))
-
-
-def _referring(asked: ResponseRequest, items: Sequence[str]) -> ResponseRequest:
-    return asked.with_items(parsed_items(items))
 
 
 def _unstored(fields: dict[str, object], default_model: str | None = None) -> ResponseRequest:

@@ -88,7 +88,7 @@ class StoredResponseEndpoints:
         if run is None or not run.fields.get("stream"):
             message = f"response `{response_id}` was not created with `background` and `stream`; it cannot be streamed"
             raise InvalidRequest(message, "stream")
-        events = StoredEvents(restored(self._service, run, ()), starting_after)
+        events = StoredEvents(restored(self._service, await self._stored.content_key(), run), starting_after)
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return ByteStream(self._parts(tenant, response_id, events), exchange_of(request), CONTENT_TYPE, headers)
 

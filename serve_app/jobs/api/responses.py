@@ -156,6 +156,9 @@ class ResponsesService(Protocol):
     A method that ends or changes something may be repeated with the same arguments, and then changes nothing.
     """
 
+    async def content_key(self) -> bytes:
+        """Return the key of the items' encrypted contents, which is the same in every process and after restarts."""
+
     async def begin_response(self, new: NewResponse, owner: str | None) -> None:
         """Store a response durably. `owner` is the ingress that answers; None: it runs in the background.
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from pydantic_core import from_json, to_json
@@ -37,7 +37,9 @@ from serve_app.openai.service import CompletionService
 from serve_app.protocols.adapted_chat import AdaptedChat
 from serve_app.protocols.messages.conversion import adapted_message
 from serve_app.protocols.messages.schema import MESSAGES_LEVEL
+from serve_app.protocols.responses.compaction import ContinuedRequest
 from serve_app.protocols.responses.conversion import ResponseRequest
+from serve_app.protocols.responses.encrypted_content import ContentCipher
 from serve_app.protocols.responses.schema import RESPONSES_LEVEL, ResponsesBody
 from serve_app.protocols.responses.stored import parsed_items, response_id_of, split_response, stored_items
 from serve_app.tracing.request_spans import add_request
@@ -84,6 +86,7 @@ class LineRunner:
         self.service = service
         self._tracer = tracer
         self._database = context.database
+        self._content_key = context.content_key
         self.lines = LineRegistry(context.clock)
         """Lines that run, and those that ended recently."""
         self._metrics = metrics
@@ -187,9 +190,9 @@ class LineRunner:
         if asked.adapted is not None:
             return asked.adapted
         items = await self._database.read(lambda c: conversation_before(c, tenant, *_continued(asked)))
-        is_large = sum(map(len, items)) >= _LARGE_BODY_CHARS
-        make = partial(_with_history, asked, items)
-        return await asyncio.to_thread(make) if is_large else make()
+        continued = ContinuedRequest(asked, items, ContentCipher(self._content_key, tenant))
+        is_large = continued.num_chars >= _LARGE_BODY_CHARS
+        return await asyncio.to_thread(continued.adapted) if is_large else continued.adapted()
 
     @contextlib.contextmanager
     def _attempt(self, line_task: LineTask, body: _Body) -> Iterator[Attempt]:
@@ -268,6 +271,9 @@ def parse_line_body(endpoint: str, limits: RequestLimits, text: str) -> Converte
     if isinstance(parsed.value, ResponseRequest) and parsed.value.body.background:
         message = "`background` is true; the lines of a batch run without the client anyway"
         raise InvalidRequest(message, "background", "unsupported_parameter")
+    if isinstance(parsed.value, ResponseRequest) and parsed.value.body.context_management:
+        message = "`context_management` has an entry; the lines of a batch are not compacted"
+        raise InvalidRequest(message, "context_management", "unsupported_parameter")
     return parsed
 
 
@@ -289,10 +295,6 @@ def _is_transient(error: ServingError) -> bool:
 def _is_too_late(error: ServingError, body: _Body) -> bool:
     """Return True if the line's own deadline has passed. When the batch's has passed, the batch ends the line."""
     return isinstance(error, DeadlineExceeded) and _generation(body).deadline_ms is not None
-
-
-def _with_history(asked: ResponseRequest, items: Sequence[str]) -> AdaptedChat:
-    return asked.with_history(parsed_items(items))
 
 
 def _stored(

@@ -159,7 +159,7 @@ class ResponseWorker:
         num_tries = num_failures = 0
         while True:
             prompt = unpacked(running.leased.run.prompt)
-            prepared = restored(self._service, running.run, prompt, tuple(running.token_ids))
+            prepared = restored(self._service, self._context.content_key, running.run, prompt, tuple(running.token_ids))
             try:
                 async with self._service.streams(prepared) as deltas:
                     async for item in deltas:
@@ -207,7 +207,8 @@ class ResponseWorker:
 
     def _end_of(self, running: _Running, outcome: PreparedCompletion | Exception) -> ResponseEnd:
         """Return the end of a response, made of its deltas as readers see them."""
-        prepared = outcome if not isinstance(outcome, Exception) else restored(self._service, running.run, ())
+        key = self._context.content_key
+        prepared = outcome if not isinstance(outcome, Exception) else restored(self._service, key, running.run)
         reply = prepared.format
         start = 0
         for delta in running.deltas:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import hmac
 import os
 import secrets
 import uuid
@@ -39,6 +40,11 @@ def load_or_create_secret(path: Path) -> str:
         own.unlink()
         sync_directory(path.parent)
     return path.read_text().strip()
+
+
+def content_key(secret: str) -> bytes:
+    """Return the key of encrypted contents that follows from a webhook secret: 64 bytes."""
+    return hmac.digest(secret.encode(), b"headway encrypted contents", "sha512")
 
 
 class WebhookSigner:

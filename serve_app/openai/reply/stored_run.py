@@ -28,12 +28,17 @@ class StoredRun:
     account: str
     """Tenant of the API key, to which the work is charged."""
     parser: ParserOptions | None
+    compaction: str | None = None
+    """Encrypted summary with which the output begins; None: there is none."""
 
     @classmethod
-    def of(cls, fields: JsonObject, head: ReplyHead, prepared: PreparedCompletion) -> StoredRun:
+    def of(
+        cls, fields: JsonObject, head: ReplyHead, prepared: PreparedCompletion, compaction: str | None = None
+    ) -> StoredRun:
         """Return the run of a completion that was prepared and not started."""
         (request,) = prepared.requests
-        return cls(fields, head, replace(request, prompt_token_ids=()), prepared.account, prepared.parser)
+        request = replace(request, prompt_token_ids=())
+        return cls(fields, head, request, prepared.account, prepared.parser, compaction)
 
     def to_json(self) -> str:
         """Return the run as JSON."""

@@ -65,7 +65,7 @@ class ReasoningItem(TypedDict):
     summary: list[SummaryTextPart]
     content: NotRequired[list[ReasoningTextPart]]
     encrypted_content: NotRequired[str]
-    """The reasoning's text for the next request, if this one asks for it; it is no secret."""
+    """Reasoning for the next request, if this one asks for it; only this server can read it, for the same tenant."""
 
 
 @described
@@ -94,7 +94,18 @@ class CustomToolCallItem(TypedDict):
     input: str
 
 
-OutputItemObject = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem
+@described
+class CompactionItem(TypedDict):
+    """Summary of the conversation before it."""
+
+    id: str
+    type: Literal["compaction"]
+    status: NotRequired[ItemStatus]
+    encrypted_content: str
+    """Summary that only this server can read, for the same tenant."""
+
+
+OutputItemObject = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem | CompactionItem
 
 
 @described
@@ -211,6 +222,21 @@ class ResponseEvent(TypedDict):
     arguments: NotRequired[str]
     input: NotRequired[str]
     logprobs: NotRequired[list[PositionObject]]
+
+
+@described
+class CompactedResponse(TypedDict):
+    """Compacted conversation, to be sent as the begin of the next input."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    """Instructions and messages of the user, and at last the compaction."""
+    usage: ResponseUsage
+    """Token counts of the summary."""
+    warnings: NotRequired[list[str]]
+    """Fields without effect."""
 
 
 @described

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +17,9 @@ from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.request.schema import GenerationOptions
 from serve_app.protocols.adapted_chat import AdaptedChat, chat_of
 from serve_app.protocols.responses.custom_input import input_arguments
+from serve_app.protocols.responses.encrypted_content import ContentCipher
 from serve_app.protocols.responses.items import (
+    Compaction,
     CustomToolCall,
     CustomToolCallOutput,
     FunctionCall,
@@ -30,6 +30,8 @@ from serve_app.protocols.responses.items import (
 )
 from serve_app.protocols.responses.reply import ReplyOptions, ResponseFormat
 from serve_app.protocols.responses.schema import (
+    ENCRYPTED,
+    LOGPROBS,
     REFUSED,
     REFUSED_WITHOUT_STORE,
     RESPONSES_IGNORED,
@@ -38,12 +40,12 @@ from serve_app.protocols.responses.schema import (
     ResponsesBody,
 )
 from serve_app.protocols.responses.toolset import Toolset, choice_of, function_name, toolset_of
-from serve_app.protocols.responses.truncation import droppable_units
+from serve_app.protocols.responses.truncation import INSTRUCTIONS, droppable_units
 
-LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-"""Values of `include` that have an effect."""
-_PREFIX = "response-reasoning:"
-"""Begin of the encrypted contents that this server writes."""
+REASONING, COMPACTION = "reasoning", "compaction"
+"""Kinds of encrypted contents."""
+SUMMARY_HEADING = "Summary of the conversation so far:"
+"""First line of the message with a compaction's summary."""
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -78,8 +80,8 @@ class ResponseRequest:
         body = _parsed(fields)
         _check_stored(body)
         has_history = body.previous_response_id is not None or body.conversation is not None
-        needs_store = has_history or bool(_referenced_ids(body))
-        return cls(fields, body, None if needs_store else _adapted(body, is_stored=body.store))
+        needs_store = has_history or body.has_encrypted or bool(_referenced_ids(body))
+        return cls(fields, body, None if needs_store else _adapted(body, Origin(body.store)))
 
     @property
     def conversation_id(self) -> str | None:
@@ -102,15 +104,28 @@ class ResponseRequest:
         own = [by_id[item["id"]] if item.get("type") == "item_reference" else item for item in self.fields["input"]]
         return ResponseRequest.of({**self.fields, "input": own})
 
-    def with_history(self, history: Sequence[JsonObject]) -> AdaptedChat:
+    def items(self, history: Sequence[JsonObject]) -> list[JsonObject]:
+        """Return the items of the conversation: those that are stored before the request's own, and these."""
+        own = self.fields["input"]
+        return [*history, *([{"role": "user", "content": own}] if isinstance(own, str) else own)]
+
+    def with_history(
+        self, history: Sequence[JsonObject], cipher: ContentCipher, compaction: str | None = None
+    ) -> AdaptedChat:
         """Return the chat of the request with the items that are stored before its own.
+
+        `compaction` is the encrypted summary of all of these, if the request makes one: its output begins with that.
 
         Raises:
             InvalidRequest: the conversation cannot be served.
         """
-        own = self.fields["input"]
-        items = [*history, *([{"role": "user", "content": own}] if isinstance(own, str) else own)]
-        return _adapted(_parsed({**self.fields, "input": items}), is_stored=self.body.store, num_before=len(history))
+        origin = Origin(self.body.store, len(history), cipher, compaction)
+        if not history and compaction is None:
+            return _adapted(self.body, origin)
+        items = self.items(history)
+        if compaction is not None:
+            items.append({"type": COMPACTION, "encrypted_content": compaction})
+        return _adapted(_parsed({**self.fields, "input": items}), origin)
 
 
 def adapted_response(fields: JsonObject, default_model: str | None = None) -> AdaptedChat:
@@ -120,7 +135,21 @@ def adapted_response(fields: JsonObject, default_model: str | None = None) -> Ad
         InvalidRequest: a field cannot be served; the error names it.
     """
     _refuse(fields, REFUSED_WITHOUT_STORE)
-    return _adapted(_parsed(({} if default_model is None else {"model": default_model}) | fields), is_stored=False)
+    return _adapted(_parsed(({} if default_model is None else {"model": default_model}) | fields), Origin(False))
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Origin of a conversation and its encrypted contents."""
+
+    is_stored: bool
+    """True if the response is stored."""
+    num_before: int = 0
+    """First items of the input that are from the store."""
+    cipher: ContentCipher | None = None
+    """Cipher of the encrypted contents; None: there may be none."""
+    compaction: str | None = None
+    """Encrypted summary that the request has made of its input; None: it has made none."""
 
 
 def _parsed(fields: JsonObject) -> ResponsesBody:
@@ -151,8 +180,8 @@ def _check_stored(body: ResponsesBody) -> None:
         raise InvalidRequest(message, "background", "unsupported_parameter")
 
 
-def _adapted(body: ResponsesBody, is_stored: bool, num_before: int = 0) -> AdaptedChat:
-    """Return the chat of a request, the first `num_before` items of whose input are from the store.
+def _adapted(body: ResponsesBody, origin: Origin) -> AdaptedChat:
+    """Return the chat of a request.
 
     Raises:
         InvalidRequest: a field cannot be served; the error names it.
@@ -160,7 +189,7 @@ def _adapted(body: ResponsesBody, is_stored: bool, num_before: int = 0) -> Adapt
     toolset = toolset_of(body.tools)
     choice = choice_of(body.tool_choice, toolset.names)
     offered = toolset if choice.names is None else toolset.limited_to(choice.names)
-    messages = messages_of(body, num_before)
+    messages = messages_of(body, origin)
     names = {**_NAMES, **messages.names, **_tool_names(offered)}
     if choice.choice == "required" and not offered.functions:
         message = "`tool_choice` is required, and none of `tools` can be run here"
@@ -180,28 +209,34 @@ def _adapted(body: ResponsesBody, is_stored: bool, num_before: int = 0) -> Adapt
     if body.top_logprobs or LOGPROBS in body.include:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     options = ReplyOptions(
-        echo=_echo(body, is_stored),
+        echo=_echo(body, origin.is_stored),
         names=toolset.names,
         has_summary=body.reasoning.summary is not None,
-        encrypt=encrypted if ENCRYPTED in body.include else None,
+        encrypt=_encryption(origin.cipher) if ENCRYPTED in body.include else None,
+        compaction=origin.compaction,
     )
     reply = ReplyKind("resp_", partial(ResponseFormat, options))
-    droppable = droppable_units(messages.turns) if body.truncation == "auto" else ()
-    return AdaptedChat(chat_of(chat, names), reply, names, ignored_tools=tuple(toolset.ignored), droppable=droppable)
+    droppable = droppable_units(messages.turns, messages.summary) if body.truncation == "auto" else ()
+    return AdaptedChat(
+        chat_of(chat, names),
+        reply,
+        names,
+        ignored_tools=tuple(toolset.ignored),
+        droppable=droppable,
+        summary=messages.summary,
+    )
 
 
-def encrypted(text: str) -> str:
-    """Return the `encrypted_content` of a reasoning; it is no secret, and hides nothing."""
-    return base64.b64encode(f"{_PREFIX}{text}".encode()).decode()
+def _encryption(cipher: ContentCipher | None) -> Callable[[str], str]:
+    """Return the function that encrypts a reasoning.
 
-
-def _decrypted(content: str) -> str:
-    """Return the reasoning in an `encrypted_content`; empty: another server wrote it."""
-    try:
-        text = base64.b64decode(content, validate=True).decode()
-    except (binascii.Error, ValueError):
-        return ""
-    return text.removeprefix(_PREFIX) if text.startswith(_PREFIX) else ""
+    Raises:
+        InvalidRequest: nothing can be encrypted here.
+    """
+    if cipher is None:
+        message = f"`include` has {ENCRYPTED}, which is not supported in batches"
+        raise InvalidRequest(message, "include", "unsupported_parameter")
+    return partial(cipher.encrypt, REASONING)
 
 
 @dataclass(slots=True)
@@ -216,6 +251,10 @@ class Messages:
     names: dict[str, str] = field(default_factory=dict)
     """Fields of the messages, each with its name in the request."""
     call_ids: set[str] = field(default_factory=set)
+    cipher: ContentCipher | None = None
+    """Cipher of the encrypted contents; None: they are refused."""
+    summary: int | None = None
+    """Index of the message with the summary of a compaction; None: there is none."""
     _is_open: bool = False
     """True if the last message is the model's turn, to which items may be added."""
 
@@ -223,7 +262,8 @@ class Messages:
         """Add an item that stands at a place of the request.
 
         Raises:
-            InvalidRequest: it is the output of a call that is not there, or refers to an item where none is stored.
+            InvalidRequest: it is the output of a call that is not there, has a content that cannot be decrypted, or
+                refers to an item where none is stored.
         """
         match item:
             case ItemReference():
@@ -235,7 +275,7 @@ class Messages:
             case ItemMessage(role=role, content=text):
                 self._begin({"role": role, "content": text}, place)
             case Reasoning():
-                text = _reasoning_text(item)
+                text = self._reasoning_text(item, place)
                 if text:
                     self._answer(place, before=("tool_calls", "content", "reasoning_content"))["reasoning_content"] = (
                         text
@@ -251,6 +291,39 @@ class Messages:
                     param = f"{place}.call_id"
                     raise InvalidRequest(f"`{param}` is {shortened(call_id)}; no call before it has this id", param)
                 self._begin({"role": "tool", "tool_call_id": call_id, "content": item.output}, place)
+            case Compaction(encrypted_content=content):
+                self._compact(self._decrypted(COMPACTION, content, place), place)
+
+    def _reasoning_text(self, item: Reasoning, place: str) -> str:
+        """Return the text of a reasoning: its content, else its summary, else what this server encrypted."""
+        content = item.encrypted_content
+        decrypted = self._decrypted(REASONING, content, place) if content else ""
+        texts = [part.text for part in item.content] or [part.text for part in item.summary]
+        return "\n".join(texts) or decrypted
+
+    def _decrypted(self, kind: str, content: str, place: str) -> str:
+        if self.cipher is None:
+            message = f"`{place}` has an `encrypted_content`, which is not supported in batches"
+            raise InvalidRequest(message, place, "unsupported_parameter")
+        try:
+            return self.cipher.decrypt(kind, content)
+        except ValueError:
+            message = (
+                f"the `encrypted_content` of `{place}` was not made by this server for this tenant, or was altered"
+            )
+            raise InvalidRequest(message, place, "invalid_encrypted_content") from None
+
+    def _compact(self, summary: str, place: str) -> None:
+        """Put a summary in the place of all messages but the instructions and the last one of the user."""
+        instructions = [index for index, turn in enumerate(self.turns) if turn["role"] in INSTRUCTIONS]
+        users = [index for index, turn in enumerate(self.turns) if turn["role"] == "user" and index != self.summary]
+        kept = [(self.turns[index], self.names[f"messages[{index}]"]) for index in (*instructions, *users[-1:])]
+        self.summary = len(instructions)
+        kept.insert(self.summary, ({"role": "user", "content": f"{SUMMARY_HEADING}\n{summary}"}, place))
+        self.turns = [turn for turn, _ in kept]
+        self.names = {f"messages[{index}]": name for index, (_, name) in enumerate(kept)}
+        self.call_ids.clear()
+        self._is_open = False
 
     def finish(self) -> None:
         """End the messages: a turn of reasoning alone has an empty text."""
@@ -279,28 +352,22 @@ class Messages:
         calls.append({"id": item.call_id, "type": "function", "function": function})
 
 
-def messages_of(body: ResponsesBody, num_before: int = 0) -> Messages:
-    """Return the messages of a request: its instructions, then its input, which begins with `num_before` stored items.
+def messages_of(body: ResponsesBody, origin: Origin) -> Messages:
+    """Return the messages of a request: its instructions, then its input.
 
     Raises:
-        InvalidRequest: an output's call is not there.
+        InvalidRequest: an output's call is not there, or an encrypted content is another's.
     """
-    messages = Messages()
+    messages = Messages(cipher=origin.cipher)
     if body.instructions:
         messages.add(ItemMessage(role="system", content=body.instructions), "instructions")
     if isinstance(body.input, str):
         messages.add(ItemMessage(role="user", content=body.input), "input")
     else:
-        for index, item in enumerate(body.input, -num_before):
+        for index, item in enumerate(body.input, -origin.num_before):
             messages.add(item, f"input[{index}]" if index >= 0 else "previous_response_id")
     messages.finish()
     return messages
-
-
-def _reasoning_text(item: Reasoning) -> str:
-    """Return the text of a reasoning: its content, else its summary, else what this server encrypted."""
-    texts = [part.text for part in item.content] or [part.text for part in item.summary]
-    return "\n".join(texts) or _decrypted(item.encrypted_content or "")
 
 
 def _tool_names(toolset: Toolset) -> dict[str, str]:

@@ -159,10 +159,20 @@ class Reasoning(StrictBody):
     summary: list[SummaryText] = Field(default_factory=list)
     content: list[ReasoningText] = Field(default_factory=list)
     encrypted_content: str | None = None
-    """Text that this server wrote, read where the item has no other; that of other servers is not used."""
+    """Text that this server encrypted for the tenant, read where the item has no other."""
 
 
-ITEMS = (ItemMessage, FunctionCall, FunctionCallOutput, CustomToolCall, CustomToolCallOutput, Reasoning)
+class Compaction(StrictBody):
+    """Summary of all items before it, which the model sees in their place."""
+
+    type: Literal["compaction"]
+    id: str | None = None
+    status: ItemStatus | None = None
+    encrypted_content: NonEmptyText
+    """Summary that this server encrypted for the tenant."""
+
+
+ITEMS = (ItemMessage, FunctionCall, FunctionCallOutput, CustomToolCall, CustomToolCallOutput, Reasoning, Compaction)
 PARTS = (InputText, OutputText, Refusal, SummaryText, ReasoningText)
 
 
@@ -178,11 +188,12 @@ Item = Annotated[
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
     | Annotated[CustomToolCall, Tag("<custom_tool_call>")]
     | Annotated[CustomToolCallOutput, Tag("<custom_tool_call_output>")]
-    | Annotated[Reasoning, Tag("<reasoning>")],
+    | Annotated[Reasoning, Tag("<reasoning>")]
+    | Annotated[Compaction, Tag("<compaction>")],
     Discriminator(
         _kind,
         custom_error_type=UNSUPPORTED,
         custom_error_message="must be an object whose `type` is message, function_call, function_call_output, "
-        "custom_tool_call, custom_tool_call_output or reasoning",
+        "custom_tool_call, custom_tool_call_output, reasoning or compaction",
     ),
 ]

@@ -64,6 +64,7 @@ SUMMARY = ItemForm(
 )
 FUNCTION_CALL = ItemForm("function_call", "fc", "response.function_call_arguments", "arguments")
 CUSTOM_TOOL_CALL = ItemForm("custom_tool_call", "ctc", "response.custom_tool_call_input", "input")
+COMPACTION = ItemForm("compaction", "cmp", "response.compaction", "encrypted_content")
 
 
 @dataclass(slots=True)
@@ -182,6 +183,15 @@ class Output:
                 case CallArguments(_, text):
                     shown = text if self._input is None else self._input.add(text)
                     yield from self.items[-1].add(shown) if shown else ()
+
+    def add_compaction(self, content: str) -> Iterator[JsonObject]:
+        """Add a compaction with its encrypted content, and yield its events; it comes whole."""
+        index = len(self.items)
+        item = OutputItem(COMPACTION, f"{COMPACTION.id_prefix}_{self._suffix}_{index}", index, {}, content)
+        self.items.append(item)
+        yield {"type": "response.output_item.added", "output_index": index, "item": item.view()}
+        item.status = "completed"
+        yield {"type": "response.output_item.done", "output_index": index, "item": item.view()}
 
     def written(self, piece: Event) -> bytes | None:
         """Add a piece of the open item's text and return its event as bytes; None: `add` has to add the piece."""

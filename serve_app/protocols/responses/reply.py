@@ -31,6 +31,8 @@ class ReplyOptions:
     """True if the reasoning is a summary."""
     encrypt: Callable[[str], str] | None
     """Function that makes the `encrypted_content` of a reasoning; None: it has none."""
+    compaction: str | None = None
+    """Encrypted summary with which the output begins; None: the request made none."""
 
 
 class ResponseFormat(ChatReader):
@@ -60,8 +62,9 @@ class ResponseFormat(ChatReader):
         """Return the events of the response's begin, before its first delta."""
         if self._num_events:
             return []
-        states = ({"type": f"response.{state}", "response": self._response()} for state in ("created", "in_progress"))
-        return self._numbered(states)
+        response = self._response()
+        states = [{"type": f"response.{state}", "response": response} for state in ("created", "in_progress")]
+        return self._numbered([*states, *self._begin_output()])
 
     def chunks(self, item: IndexedDelta) -> list[JsonObject]:
         """Return a delta's events."""
@@ -89,6 +92,11 @@ class ResponseFormat(ChatReader):
         """Return the last event of a stream, with a response that has ended."""
         return self._numbered([{"type": f"response.{response['status']}", "response": response}])
 
+    @property
+    def compaction(self) -> str | None:
+        """Encrypted summary with which the output begins; None: there is none."""
+        return self._options.compaction
+
     def begun(self, status: str) -> JsonObject:
         """Return the response as it is before its first delta, with a status."""
         return self._response() | {"status": status}
@@ -112,7 +120,13 @@ class ResponseFormat(ChatReader):
             pass
         return self._response(usage | self.usage_details())
 
+    def _begin_output(self) -> Iterator[JsonObject]:
+        """Yield the events of the compaction, if the output begins with one."""
+        if self._options.compaction is not None and not self._output.items:
+            yield from self._output.add_compaction(self._options.compaction)
+
     def _read(self, delta: TokenDelta) -> Iterator[JsonObject]:
+        yield from self._begin_output()
         events = self.parse(self.choices[0].events, delta)
         self._positions += delta.logprobs
         has_text = any(isinstance(event, Content) for event in events)

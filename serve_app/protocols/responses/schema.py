@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from serve_app.openai.request.body import INVALID, IgnoredValues, NonEmptyText, StrictBody
 from serve_app.openai.request.formats import JsonObjectFormat, JsonSchema, TextFormat
-from serve_app.openai.request.schema import MAX_INT64, GenerationOptions
+from serve_app.openai.request.schema import MAX_INT64, GenerationOptions, RequestOptions
 from serve_app.openai.request.tools import FunctionName
 from serve_app.openai.request.unknown_fields import CHAT_LEVEL, Level, level_of
 from serve_app.protocols.responses.items import ITEMS, PARTS, Item
@@ -168,6 +168,8 @@ class ReasoningOptions(StrictBody):
     """With any value the reasoning is its own summary, and the item has no `content`: nothing is summarized."""
 
 
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+"""Values of `include` that have an effect."""
 StoredId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -190,14 +192,36 @@ class ConversationReference(StrictBody):
     id: StoredId
 
 
+class CompactionOptions(StrictBody):
+    """Compaction of the conversation within the request."""
+
+    type: Literal["compaction"]
+    compact_threshold: int | None = Field(None, ge=1, le=MAX_INT64)
+    """Most tokens of a prompt that is not compacted; without it, what the context holds."""
+
+
+Input = Annotated[
+    Annotated[NonEmptyText, Tag("<text>")]
+    | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<items>")],
+    Discriminator(lambda value: "<text>" if isinstance(value, str) else "<items>"),
+]
+
+
+class CompactBody(RequestOptions):
+    """Body of POST /v1/responses/compact."""
+
+    input: Input
+    """Items of the conversation, or the text of the user: all of it, or what follows the stored part."""
+    previous_response_id: StoredId | None = None
+    """Stored response whose conversation, its output included, comes before the input."""
+    instructions: str | None = None
+    """System message before the input."""
+
+
 class ResponsesBody(GenerationOptions):
     """Body of POST /v1/responses."""
 
-    input: Annotated[
-        Annotated[NonEmptyText, Tag("<text>")]
-        | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<items>")],
-        Discriminator(lambda value: "<text>" if isinstance(value, str) else "<items>"),
-    ]
+    input: Input
     """Items of the conversation, or the text of the user: all of it, or what follows the stored part."""
     previous_response_id: StoredId | None = None
     """Stored response whose conversation, its output included, comes before the input; its instructions do not."""
@@ -209,6 +233,8 @@ class ResponsesBody(GenerationOptions):
         | None
     ) = None
     """Conversation whose items come before the input. The input and the output are added to it at the end."""
+    context_management: Annotated[list[CompactionOptions], Field(max_length=1)] = Field(default_factory=list)
+    """Compaction: a prompt beyond the threshold is replaced by a summary of the conversation, which the output has."""
     store: bool = True
     """True if the response can be retrieved, continued and deleted later; it is kept for `keep_responses_s`."""
     background: bool = False
@@ -238,11 +264,20 @@ class ResponsesBody(GenerationOptions):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the chat template, such as `enable_thinking`."""
 
+    @property
+    def has_encrypted(self) -> bool:
+        """True if the input has encrypted contents, or the output may."""
+        items = () if isinstance(self.input, str) else self.input
+        return bool(
+            ENCRYPTED in self.include
+            or self.context_management
+            or any(getattr(item, "encrypted_content", None) for item in items)
+        )
+
 
 _STREAM_OPTIONS = ("include_obfuscation", "include_usage")
 RESPONSES_IGNORED: IgnoredValues = {
     "stream_options": ({}, *({name: value} for name in _STREAM_OPTIONS for value in (False, True))),
-    "context_management": ([],),
 }
 """Fields that are accepted with these values, and have no effect."""
 
@@ -259,6 +294,7 @@ REFUSED_WITHOUT_STORE: Mapping[str, str] = {
     "previous_response_id": "nothing is stored here; send the whole conversation as `input`",
     "conversation": "nothing is stored here; send the whole conversation as `input`",
     "background": "use POST /v1/jobs or POST /v1/batches, or `stream`",
+    "context_management": "send an `input` that fits the context, or `truncation`",
 }
 """Fields that need stored responses, with what to do where there are none."""
 
@@ -274,11 +310,13 @@ RESPONSES_LEVEL = Level(
         "reasoning": level_of(ReasoningOptions),
         "tool_choice": level_of(NamedTool, AllowedTools),
         "conversation": level_of(ConversationReference),
+        "context_management": level_of(CompactionOptions),
     },
 )
 """Fields that are known, if only to be refused."""
+COMPACT_LEVEL = level_of(CompactBody, input=_ITEMS)
 OPEN_RESPONSES = (
     *ITEMS, *PARTS, ItemReference, ResponsesBody, FlatFunction, CustomTool, NamespaceTool, ForeignTool, TextOptions,
-    ReasoningOptions, NamedTool, AllowedTools, ConversationReference,
+    ReasoningOptions, NamedTool, AllowedTools, ConversationReference, CompactionOptions, CompactBody,
 )  # fmt: skip
 """Schemas of the objects in which unknown fields are ignored."""

@@ -16,11 +16,12 @@ from serve_app.openai.reply.prepared_completion import PreparedCompletion
 from serve_app.openai.reply.stored_run import StoredRun, unpacked
 from serve_app.openai.service import CompletionService
 from serve_app.protocols.responses.conversion import ResponseRequest
+from serve_app.protocols.responses.encrypted_content import ContentCipher
 from serve_app.protocols.responses.reply import ResponseFormat
 
 _PREFIXES = {
     "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
-    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco", "compaction": "cmp",
 }  # fmt: skip
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NAMED_ITEM = re.compile(r"[a-z]+_(.+)_i?[0-9]+")
@@ -65,10 +66,14 @@ def parsed_items(items: Sequence[str]) -> list[JsonObject]:
 
 
 def restored(
-    service: CompletionService, run: StoredRun, prompt: Sequence[int], output: Sequence[int] = ()
+    service: CompletionService, key: bytes, run: StoredRun, prompt: Sequence[int] = (), output: Sequence[int] = ()
 ) -> PreparedCompletion:
-    """Return the completion of a stored run, which goes on behind `output`; its format gives the response's events."""
-    adapted = ResponseRequest.of({**run.fields, "input": _ANY_INPUT}).with_history(())
+    """Return the completion of a stored run, which goes on behind `output`; its format gives the response's events.
+
+    `key` is that of encrypted contents.
+    """
+    cipher = ContentCipher(key, run.account)
+    adapted = ResponseRequest.of({**run.fields, "input": _ANY_INPUT}).with_history((), cipher, run.compaction)
     run = replace(run, request=replace(run.request, output_token_ids=tuple(output)))
     return service.restored(run, prompt, adapted.chat, adapted.reply)
 

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 from serve_app.openai.reply.format import JsonObject
 
-_INSTRUCTIONS = ("system", "developer")
+INSTRUCTIONS = ("system", "developer")
+"""Roles of instructions."""
 
 Unit = tuple[int, ...]
 """Indices of messages that are dropped together."""
 
 
-def droppable_units(turns: Sequence[JsonObject]) -> tuple[Unit, ...]:
+def droppable_units(turns: Sequence[JsonObject], summary: int | None = None) -> tuple[Unit, ...]:
     """Return the messages of a chat that may be dropped, in the order in which they are.
 
-    1. Instructions and the user's last message stay.
+    1. Instructions, the message `summary` of a compaction and the user's last message stay.
     2. Before that message, each message of the user is dropped with the turns behind it, so that the user still speaks
        first.
     3. Behind that message, each turn of the model is dropped alone.
@@ -25,7 +26,7 @@ def droppable_units(turns: Sequence[JsonObject]) -> tuple[Unit, ...]:
     units: list[list[int]] = []
     unit_of_call: dict[str, list[int]] = {}
     for index, turn in enumerate(turns):
-        if turn["role"] in _INSTRUCTIONS or index == last_user:
+        if turn["role"] in INSTRUCTIONS or index in (last_user, summary):
             continue
         if turn["role"] == "tool":
             unit_of_call[turn["tool_call_id"]].append(index)

@@ -150,11 +150,13 @@ class Database:
 
 @dataclass(frozen=True, slots=True)
 class JobsContext:
-    """Database, file store, limits and clock of one jobs process."""
+    """Database, file store, limits, key and clock of one jobs process."""
 
     database: Database
     files: FileStore
     settings: JobsSettings
+    content_key: bytes = field(repr=False)
+    """Key of the encrypted contents of responses' items."""
     clock: Clock = field(default_factory=Clock)
 
 

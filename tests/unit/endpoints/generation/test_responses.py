@@ -34,7 +34,9 @@ def agent(make_api: MakeApi, tokenizer: PreTrainedTokenizerFast, tmp_path: Path)
     shown = "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n{% endif %}"
     template.write_text(CHAT_TEMPLATE.replace("{{ message.content or '' }}", shown + "{{ message.content or '' }}"))
     card = card_of(tokenizer, max_model_len=4096)
-    return make_api(settings={"chat_template": str(template)}, dispatcher={"card": card}, stops_at=4)
+    return make_api(
+        settings={"chat_template": str(template)}, dispatcher={"card": card}, stops_at=4, stores_responses=True
+    )
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ _PARTS = (
 
 
 async def respond(api: Api, **fields: Any) -> httpx.Response:
-    return await api.post("/v1/responses", {"model": MODEL, "input": "hello", **fields})
+    return await api.post("/v1/responses", {"model": MODEL, "input": "hello", "store": False, **fields})
 
 
 def stream_of(response: httpx.Response) -> list[dict[str, Any]]:
@@ -186,8 +188,10 @@ async def test_reasoning_is_an_item_that_comes_back(
             agent, input=[{"role": "user", "content": "hello"}, item, answer, {"role": "user", "content": "?"}]
         )
         assert f"<think>\n{part['text']}\n</think>\nYes." in prompt_of(agent, tokenizer)
-    foreign = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAA=="}
-    assert (await respond(agent, input=[foreign, {"role": "user", "content": "?"}])).status_code == 200
+    for content in ("gAAAAA==", "é", thought["encrypted_content"][1:]):
+        foreign: dict[str, Any] = {"type": "reasoning", "summary": [], "encrypted_content": content}
+        refused = await respond(agent, input=[{"role": "user", "content": "?"}, foreign])
+        assert refusal(refused) == (400, "invalid_encrypted_content", "input[1]")
 
 
 async def test_a_failure_ends_the_stream_with_the_response_up_to_there(make_api: MakeApi) -> None:
@@ -233,7 +237,7 @@ async def test_counts_are_those_of_the_prompt(agent: Api) -> None:
         ({"model": "other"}, "model"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"top_logprobs": 500}, "top_logprobs"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"previous_response_id": "no id"}, "previous_response_id"),
         ({"tools": [{"type": "custom", "name": "c", "format": NO_REGEX}]}, "tools[0].format.definition"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{**FUNCTION, "parameters": {"type": "x"}}]}]},
          "tools[0].tools[0].parameters"),
@@ -357,7 +361,7 @@ async def cancelled(api: Api, number: int, fields: dict[str, Any]) -> httpx.Resp
     replica = api.replica
     replica.gate, replica.gate_at, request_id = asyncio.Event(), len(replica.script) // 2, f"request-{number}"
     replica.num_deltas = 0
-    body = {"model": MODEL, "input": "hello", "stream": True, **fields}
+    body = {"model": MODEL, "input": "hello", "store": False, "stream": True, **fields}
     streaming = asyncio.create_task(api.post("/v1/responses", body, x_request_id=request_id))
     num_before = replica.gate_at // replica.tokens_per_delta
     await until(lambda: replica.num_deltas >= num_before or streaming.done())

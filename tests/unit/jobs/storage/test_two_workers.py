@@ -37,7 +37,7 @@ def pair(postgresql_server: PostgreSQL) -> Iterator[tuple[Database, Database]]:
 
 
 async def owned_outbox(world: World) -> tuple[SqlOutbox, Ownership]:
-    context = JobsContext(world.database, world.files, world.settings, world.clock)
+    context = JobsContext(world.database, world.files, world.settings, bytes(64), world.clock)
     ownership = Ownership(context)
     await ownership.start()
     return SqlOutbox(context, ownership), ownership
