@@ -39,6 +39,9 @@ from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import load_weights
+from replicas.model.parallel.joined_layers import join_layers
+from replicas.model.parallel.rank_group import RankGroup
+from replicas.model.parallel.shares import ModelCuts
 from replicas.model.pooling.encoder import (
     TextEncoder,
     first_position,
@@ -96,6 +99,8 @@ class LoadedModel:
     """True if the model generates tokens."""
     is_two_sided: bool = False
     """True if a token sees the tokens behind it, so that a text is computed whole, without a KV cache."""
+    ranks: RankGroup | None = None
+    """Ranks that have the other parts of the model; None: the model is whole."""
 
     def ops(self) -> AbstractContextManager[object]:
         """Return the context in which the model's operations are those that it was loaded for."""
@@ -163,8 +168,10 @@ def _default_num_threads() -> int:
     return max(1, min(torch.get_num_threads(), int(cpu_limit().num_cpus)))
 
 
-def load_model(options: ModelOptions) -> LoadedModel:
+def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedModel:
     """Load the model that `options` names, move it to its device, probe its attention and optimize it.
+
+    Of a model that several `ranks` compute together, the part of this rank is loaded.
 
     Raises:
         ModelLoadError: the files or the options cannot be used.
@@ -179,7 +186,15 @@ def load_model(options: ModelOptions) -> LoadedModel:
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     products = choose_products(config, options, dtype, device)
     kept = kept_groups() if has_kernels else None if products is None else kept_panels(products)
-    weights = load_weights(options.path, config, dtype, device, kept=None if options.quantization == "int8" else kept)
+    cuts = None if ranks is None else ModelCuts(config, ranks.share)
+    weights = load_weights(
+        options.path,
+        config if cuts is None else cuts.local_config(),
+        dtype,
+        device,
+        kept=None if options.quantization == "int8" else kept,
+        cutter=None if cuts is None else cuts.cut,
+    )
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
     remove_waits(model)
     if isinstance(model, TextEncoder) and tells_pairs_apart(config):
@@ -203,6 +218,8 @@ def load_model(options: ModelOptions) -> LoadedModel:
     configured_ids, end_id = _configured_eos_token_ids(model), getattr(tokenizer, "eos_token_id", None)
     eos_token_ids = configured_ids if end_id is None else configured_ids | {end_id}
     is_batch_invariant = options.batch_invariant and _check_batch_invariance(model, port, layers, has_kernels)
+    if ranks is not None:
+        join_layers(model, ranks, vocab_size)
     return LoadedModel(
         model_id=options.path,
         model=model,
@@ -226,6 +243,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
         head=head,
         generates=generates,
         is_two_sided=two_sided,
+        ranks=ranks,
     )
 
 

@@ -1,0 +1,81 @@
+"""Group of the ranks that compute one model together, and their collectives."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed
+
+from replicas.model.parallel.shares import Share
+
+_SUM, _LEAST = distributed.ReduceOp.SUM, distributed.ReduceOp.MIN
+
+
+class RankGroup:
+    """Ranks of one model. All of them call the same methods, in the same order, with tensors of the same shapes.
+
+    The collectives are those of NCCL between GPUs, where CUDA graphs capture them, and those of gloo between CPUs.
+    """
+
+    def __init__(self, share: Share, device: torch.device, meeting_file: Path, timeout_s: float) -> None:
+        """Join the group of the ranks that give the same new `meeting_file`, and wait for them.
+
+        A collective that lasts `timeout_s` fails.
+        """
+        self.share = share
+        self.device = device
+        timeout = timedelta(seconds=timeout_s)
+        store = distributed.FileStore(str(meeting_file), share.num_ranks)
+        store.set_timeout(timeout)
+        self._group = _process_group(share, device, store, timeout)
+        self.least(0)  # The first collective makes the connections.
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Return the sum of the ranks' parts, the same numbers on each rank; `part` may be overwritten."""
+        part = part.contiguous()
+        if self.share.num_ranks > 2 and self.device.type == "cpu":
+            # gloo's order of additions depends on the place in the tensor, so that a row could depend on others.
+            return torch.stack(self._parts(part)).sum(dim=0)
+        self._group.allreduce([part]).wait()
+        return part
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the ranks' parts [..., size] next to each other, [..., num_ranks * size]."""
+        return torch.cat(self._parts(part.contiguous()), dim=-1)
+
+    def least(self, number: int) -> int:
+        """Return the least of the ranks' numbers. The host waits for it."""
+        numbers = torch.tensor([number], dtype=torch.int64, device=self.device)
+        options = distributed.AllreduceOptions()
+        options.reduceOp = _LEAST
+        self._group.allreduce([numbers], options).wait()
+        return int(numbers.item())
+
+    def all_true(self, verdict: bool) -> bool:
+        """Return True if the verdict of every rank is true. The host waits for it."""
+        return bool(self.least(int(verdict)))
+
+    def close(self) -> None:
+        """End the connections; a collective of another rank that waits for this one fails."""
+        self._group.abort()
+
+    def _parts(self, part: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(part) for _ in range(self.share.num_ranks)]
+        self._group.allgather([parts], [part]).wait()
+        return parts
+
+
+def _process_group(
+    share: Share, device: torch.device, store: distributed.Store, timeout: timedelta
+) -> distributed.ProcessGroup:
+    """Return a group of its own, so that a process can have several."""
+    if device.type == "cuda":
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return distributed.ProcessGroupNCCL(store, share.rank, share.num_ranks, options)
+    on_loopback = distributed.ProcessGroupGloo._Options()
+    on_loopback._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    on_loopback._timeout = timeout
+    return distributed.ProcessGroupGloo(store, share.rank, share.num_ranks, on_loopback)
