@@ -46,6 +46,10 @@ class ModelOptions:
     for every 32 inputs. Both save memory and time, cost some quality, and need the compiled kernels, on a GPU Triton's.
     none: weights stay as the checkpoint has them."""
 
+    tensor_parallel_size: int = setting(1, ge=1, le=8)
+    """GPUs of one machine that compute each step of a replica together, each with its part of every layer. Without a
+    GPU they are processes on the CPU, which is meant for tests."""
+
     def __post_init__(self) -> None:
         check_bounds(self)
 

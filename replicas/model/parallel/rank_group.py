@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from torch import Tensor, distributed
 
 from replicas.model.parallel.shares import Share
 
-_SUM, _LEAST = distributed.ReduceOp.SUM, distributed.ReduceOp.MIN
+_TIMEOUT = timedelta(minutes=10)
+"""Longest time of a collective. While a model is loaded, one rank may wait for another one for long."""
+_MEETING_PERIOD_S = 0.02
 
 
 class RankGroup:
@@ -19,17 +23,19 @@ class RankGroup:
     The collectives are those of NCCL between GPUs, where CUDA graphs capture them, and those of gloo between CPUs.
     """
 
-    def __init__(self, share: Share, device: torch.device, meeting_file: Path, timeout_s: float) -> None:
+    def __init__(
+        self, share: Share, device: torch.device, meeting_file: Path, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Join the group of the ranks that give the same new `meeting_file`, and wait for them.
 
-        A collective that lasts `timeout_s` fails.
+        `check` is called while the rank waits, and ends the wait with an error.
         """
         self.share = share
         self.device = device
-        timeout = timedelta(seconds=timeout_s)
         store = distributed.FileStore(str(meeting_file), share.num_ranks)
-        store.set_timeout(timeout)
-        self._group = _process_group(share, device, store, timeout)
+        store.set_timeout(_TIMEOUT)
+        _meet(store, share, check)
+        self._group = _process_group(share, device, store)
         self.least(0)  # The first collective makes the connections.
 
     def sum(self, part: Tensor) -> Tensor:
@@ -49,7 +55,7 @@ class RankGroup:
         """Return the least of the ranks' numbers. The host waits for it."""
         numbers = torch.tensor([number], dtype=torch.int64, device=self.device)
         options = distributed.AllreduceOptions()
-        options.reduceOp = _LEAST
+        options.reduceOp = distributed.ReduceOp.MIN
         self._group.allreduce([numbers], options).wait()
         return int(numbers.item())
 
@@ -57,9 +63,14 @@ class RankGroup:
         """Return True if the verdict of every rank is true. The host waits for it."""
         return bool(self.least(int(verdict)))
 
-    def close(self) -> None:
-        """End the connections; a collective of another rank that waits for this one fails."""
-        self._group.abort()
+    def are_equal(self, number: int) -> bool:
+        """Return True if all ranks have the same number. The host waits for it."""
+        return self.least(number) == -self.least(-number)
+
+    def abort(self) -> None:
+        """End a collective that waits for a rank that is lost. Between CPUs it ends by itself."""
+        if self.device.type == "cuda":
+            self._group.abort()
 
     def _parts(self, part: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(part) for _ in range(self.share.num_ranks)]
@@ -67,15 +78,25 @@ class RankGroup:
         return parts
 
 
-def _process_group(
-    share: Share, device: torch.device, store: distributed.Store, timeout: timedelta
-) -> distributed.ProcessGroup:
+def _meet(store: distributed.Store, share: Share, check: Callable[[], None]) -> None:
+    """Wait until every rank is there."""
+    names = [f"rank {rank}" for rank in range(share.num_ranks)]
+    store.set(names[share.rank], "there")
+    begun_s = time.monotonic()
+    while not store.check(names):
+        check()
+        if time.monotonic() - begun_s > _TIMEOUT.total_seconds():
+            raise TimeoutError(f"rank {share.rank} has waited for the others for {_TIMEOUT.total_seconds():.0f} s")
+        time.sleep(_MEETING_PERIOD_S)
+
+
+def _process_group(share: Share, device: torch.device, store: distributed.Store) -> distributed.ProcessGroup:
     """Return a group of its own, so that a process can have several."""
     if device.type == "cuda":
         options = distributed.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = _TIMEOUT
         return distributed.ProcessGroupNCCL(store, share.rank, share.num_ranks, options)
     on_loopback = distributed.ProcessGroupGloo._Options()
     on_loopback._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    on_loopback._timeout = timeout
+    on_loopback._timeout = _TIMEOUT
     return distributed.ProcessGroupGloo(store, share.rank, share.num_ranks, on_loopback)
