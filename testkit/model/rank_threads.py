@@ -62,7 +62,9 @@ class Ranks:
 
 
 @contextmanager
-def following(parts: list[LoadedModel], sizes: Sizes | None = None) -> Iterator[Ranks]:
+def following(
+    parts: list[LoadedModel], sizes: Sizes | None = None, make_reader: type[RingReader] = RingReader
+) -> Iterator[Ranks]:
     """Let threads follow the first rank while the context lasts."""
     sizes = sizes or Sizes()
     runners = [make_runner(part, sizes) for part in parts]
@@ -73,7 +75,7 @@ def following(parts: list[LoadedModel], sizes: Sizes | None = None) -> Iterator[
         while not has_ended.is_set():
             runner.run_next(_PAUSE_S)
 
-    followers = [FollowingRunner(runner, RingReader(files, reader)) for reader, runner in enumerate(runners[1:])]
+    followers = [FollowingRunner(runner, make_reader(files, reader)) for reader, runner in enumerate(runners[1:])]
     with ThreadPoolExecutor(len(followers)) as pool:
         running = [pool.submit(follow, follower) for follower in followers]
         try:
