@@ -79,6 +79,13 @@ def room_fault(
     if config.update == "replace":
         if any(holds(node, asked) for node in whole):
             return None
+        num_ranks = config.replica_options().model.tensor_parallel_size
+        if num_ranks > 1 and asked["GPU"]:
+            most = max((node.get("GPU", 0.0) for node in whole), default=0.0)
+            return (
+                f"tensor_parallel_size ({num_ranks}) needs {num_ranks} GPUs of one node, and no node has more than "
+                f"{most:g}: a replica does not span nodes; lower it, and set num_replicas to use several nodes"
+            )
         return f"no node has {needed}, which a model replica reserves (cpus_per_replica, num_gpus_per_replica)"
     num_replicas = len(running.processes)
     # At the start of the last new replica, one old replica still runs.

@@ -206,7 +206,7 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
     layers = probe_attention(model, port, two_sided=two_sided)
     if store_checked_latents(model, port):
         layers = probe_attention(model, port)
-    _refuse_options(port, options, device)
+    _refuse_options(port, options, device, has_ranks=ranks is not None)
     _optimize(model, port, layers, options, has_kernels, products)
     if two_sided:
         _refuse_scoring(config, layers)
@@ -304,8 +304,11 @@ def choose_products(
     return products
 
 
-def _refuse_options(port: AttentionPort, options: ModelOptions, device: torch.device) -> None:
-    """Raise ModelLoadError for an option that recurrent layers do not support on a GPU."""
+def _refuse_options(port: AttentionPort, options: ModelOptions, device: torch.device, *, has_ranks: bool) -> None:
+    """Raise ModelLoadError for an option that recurrent layers or several ranks do not support on a GPU."""
+    if has_ranks and device.type != "cpu" and (options.compile_layers or options.batch_invariant):
+        name = "compile_layers" if options.compile_layers else "batch_invariant"
+        raise ModelLoadError(f"{name} is true, which contradicts tensor_parallel_size ({options.tensor_parallel_size})")
     if port.recurrent.layers and device.type != "cpu" and options.compile_layers:
         raise ModelLoadError("compile_layers is true, which models with recurrent layers do not support on a GPU")
 
