@@ -176,6 +176,13 @@ def joined_cluster() -> Iterator[bool]:
         ray.shutdown()
 
 
+def most_gpus_of_a_node() -> float:
+    """Return the number of GPUs of the node that has most; without a cluster, of this machine."""
+    if not ray.is_initialized():
+        return _num_gpus_of_this_machine()
+    return max((node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
+
+
 def _num_gpus_of_this_machine() -> float:
     import torch  # here, since the import takes seconds and is rarely needed
 
