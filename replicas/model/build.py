@@ -80,7 +80,8 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     slot_bytes = bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
 
     def room(tried: EngineLimits) -> Room:
-        whole = Room(options.kv_cache_bytes, f"kv_cache_bytes is {options.kv_cache_bytes}")
+        num_ranks = 1 if loaded.ranks is None else loaded.ranks.share.num_ranks
+        whole = Room(options.kv_cache_bytes // num_ranks, f"kv_cache_bytes is {options.kv_cache_bytes}")
         if has_gpu:
             whole = _room_on_cuda(loaded, attention, tried, options, graphs)
         if loaded.ranks is not None:
