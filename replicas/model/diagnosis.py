@@ -195,7 +195,6 @@ def memory_of(
     text = config.get_text_config(decoder=True)
     model = model_without_values(config).to(torch.bfloat16)  # torch has no grouped product of float32 there.
     store_latents(model)
-    model.tie_weights()  # A change of their type may have made two of one weight.
     num_values = sum(parameter.numel() for parameter in model.parameters())
     port = AttentionPort(model)
     if is_two_sided(config):

@@ -40,11 +40,12 @@ def load_parts(path: Path, num_ranks: int, **options: object) -> list[LoadedMode
     chosen = {"kernel_cache_dir": None, "dtype": "float32", "device": "cpu", "max_model_len": MAX_MODEL_LEN, **options}
     with tempfile.TemporaryDirectory() as folder:
 
-        def load(rank: int) -> LoadedModel:
-            group = RankGroup(Share(rank, num_ranks), torch.device("cpu"), Path(folder, "meeting"))
-            return load_model(ModelOptions(str(path), **chosen), group)  # type: ignore[arg-type]
+        def join(rank: int) -> RankGroup:
+            return RankGroup(Share(rank, num_ranks), torch.device("cpu"), Path(folder, "meeting"))
 
-        return on_ranks(num_ranks, load)
+        groups = on_ranks(num_ranks, join)
+    # One after the other: transformers changes its classes while it loads.
+    return [load_model(ModelOptions(str(path), **chosen), group) for group in groups]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
