@@ -182,9 +182,7 @@ def _gpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
             yield KernelCheck(name, None)
 
 
-def memory_of(
-    config: PretrainedConfig, dtype: torch.dtype, num_ranks: int = 1, *, is_gpu: bool = False
-) -> ModelMemory:
+def memory_of(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int = 1, *, is_gpu: bool = False) -> ModelMemory:
     """Compute the memory of a model on each of its ranks from its config. On a GPU steps are scheduled ahead.
 
     Raises:

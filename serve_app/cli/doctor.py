@@ -50,9 +50,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _checks(
-    model: str | None, num_ranks: int, url: str | None, api_key: str | None, port: int
-) -> Iterator[Check]:
+def _checks(model: str | None, num_ranks: int, url: str | None, api_key: str | None, port: int) -> Iterator[Check]:
     yield from machine_checks(port)
     yield folder_check("jobs", Path(HeadwayConfig().data_dir), _LEAST_JOBS_BYTES)
     directory: Path | None = None

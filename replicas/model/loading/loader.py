@@ -305,8 +305,8 @@ def choose_products(
 
 
 def _refuse_options(port: AttentionPort, options: ModelOptions, device: torch.device, *, has_ranks: bool) -> None:
-    """Raise ModelLoadError for an option that recurrent layers or several ranks do not support on a GPU."""
-    if has_ranks and device.type != "cpu" and (options.compile_layers or options.batch_invariant):
+    """Raise ModelLoadError for an option that several ranks, or recurrent layers on a GPU, do not support."""
+    if has_ranks and (options.compile_layers or options.batch_invariant):
         name = "compile_layers" if options.compile_layers else "batch_invariant"
         raise ModelLoadError(f"{name} is true, which contradicts tensor_parallel_size ({options.tensor_parallel_size})")
     if port.recurrent.layers and device.type != "cpu" and options.compile_layers:

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from replicas.model.layers.ops import with_unknown_as_nan
 from replicas.model.parallel.rank_group import RankGroup
 
-_SUMMED = frozenset({"o_proj", "down_proj", "experts", "output", "down"})
-"""Names of the layers whose inputs are cut, in transformers' layers and in `FusedLayer`: their results are added up."""
+_SUMMED = frozenset({"o_proj", "out_proj", "down_proj", "experts", "output", "down"})
+"""Names of the layers whose inputs are cut, in transformers' layers, `FusedLayer` and `GatedDeltaNet`: their results are added up."""
 
 
 class SummedLayer(nn.Module):
@@ -48,9 +48,7 @@ class CutEmbedding(nn.Module):
         rows = token_ids - self._group.share.rank * num_rows
         own = rows.clamp(0, num_rows - 1)
         embeddings = self.part(own).masked_fill((rows != own)[..., None], 0.0)
-        return with_unknown_as_nan(
-            self._group.sum(embeddings), token_ids == token_ids.clamp(0, self._vocab_size - 1)
-        )
+        return with_unknown_as_nan(self._group.sum(embeddings), token_ids == token_ids.clamp(0, self._vocab_size - 1))
 
 
 class CutOutputLayer(nn.Module):

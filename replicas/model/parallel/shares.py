@@ -10,6 +10,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from transformers import PretrainedConfig
 
@@ -42,13 +43,16 @@ class Sizes:
     num_heads: int
     num_kv_heads: int
     head_size: int
+    key_size: int = 0
+    """Size of the keys of all heads in a gated delta net."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Sizes:
         """Return the sizes that a config names."""
         num_heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-        return cls(num_heads, getattr(config, "num_key_value_heads", None) or num_heads, head_size)
+        key_size = getattr(config, "linear_num_key_heads", 0) * getattr(config, "linear_key_head_dim", 0)
+        return cls(num_heads, getattr(config, "num_key_value_heads", None) or num_heads, head_size, key_size)
 
     def kv_rows(self, share: Share, start: int = 0) -> range:
         """Return the rows of a rank's KV heads, of those that begin at `start`."""
@@ -85,6 +89,12 @@ def _query_key_value(_: Shape, sizes: Sizes, share: Share) -> Cut:
     return Cut(0, (share.even(num_query), key, value))
 
 
+def _delta_channels(shape: Shape, sizes: Sizes, share: Share) -> Cut:
+    """Cut the channels of a gated delta net, queries, keys and values, by heads: value heads go with their key heads."""
+    starts = (0, sizes.key_size, 2 * sizes.key_size, shape[0])
+    return Cut(0, tuple(share.even(end - start, start) for start, end in pairwise(starts)))
+
+
 def _on_first_rank(shape: Shape, _: Sizes, share: Share) -> Cut:
     """Cut a bias that is added to a sum over ranks: one rank adds it."""
     dim = len(shape) - 1
@@ -100,10 +110,12 @@ def _vocabulary(shape: Shape, _: Sizes, share: Share) -> Cut:
 
 _RULES: Mapping[str, CutRule] = {
     r"(.*\.)?embed_tokens\.weight|lm_head\.weight": _vocabulary,
-    r".*\.q_proj\.(weight|bias)|.*\.self_attn\.sinks": _evenly(0),
+    r".*\.(q|q_b|kv_b)_proj\.(weight|bias)|.*\.self_attn\.sinks": _evenly(0),
+    r".*\.linear_attn\.(in_proj_[zab]\.weight|A_log|dt_bias)": _evenly(0),
+    r".*\.linear_attn\.(in_proj_qkv|conv1d)\.weight": _delta_channels,
     r".*\.[kv]_proj\.(weight|bias)": _kv_heads,
     r".*\.qkv_proj\.(weight|bias)": _query_key_value,
-    r".*\.(o|down)_proj\.weight|.*\.w2\.weight": _evenly(1),
+    r".*\.(o|out|down)_proj\.weight|.*\.w2\.weight": _evenly(1),
     r".*\.(o|down)_proj\.bias": _on_first_rank,
     r".*\.(gate|up)_proj\.(weight|bias)|.*\.w[13]\.weight": _evenly(0),
     r".*\.mlp\.gate_up_proj\.weight": _halves(0),
@@ -122,13 +134,14 @@ _CUT_TYPES: Mapping[str, Mapping[str, CutRule]] = {
     **dict.fromkeys(
         (
             "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "glm4", "mixtral",
-            "qwen2_moe", "qwen3_moe",
+            "qwen2_moe", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3",
         ),
         {},
     ),
     "gpt_oss": _GPT_OSS_RULES,
 }  # fmt: skip
 """Types of models that are cut, each with the rules in which it differs from the others."""
+_DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 _INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
@@ -156,9 +169,7 @@ class ModelCuts:
         self._config = config
         self._share = share
         self._sizes = Sizes.of(config)
-        self._rules = [
-            (re.compile(name), rule) for name, rule in {**_RULES, **_CUT_TYPES[config.model_type]}.items()
-        ]
+        self._rules = [(re.compile(name), rule) for name, rule in {**_RULES, **_CUT_TYPES[config.model_type]}.items()]
 
     def cut(self, name: str, shape: Shape) -> Cut | None:
         """Return the cut of the tensor `name`; None: the rank holds it whole."""
@@ -171,7 +182,7 @@ class ModelCuts:
         local.head_dim = self._sizes.head_size
         local.num_attention_heads = self._sizes.num_heads // num_ranks
         local.num_key_value_heads = max(1, self._sizes.num_kv_heads // num_ranks)
-        for name in _INNER_SIZES:
+        for name in (*_INNER_SIZES, *_DELTA_HEADS):
             if getattr(local, name, None) is not None:
                 setattr(local, name, getattr(local, name) // num_ranks)
         local.vocab_size = -(-local.vocab_size // num_ranks)
@@ -201,6 +212,9 @@ def _faults(config: PretrainedConfig, num_ranks: int) -> Iterator[str]:
         yield f"the {sizes.num_heads} heads of self_attn.q_proj (num_attention_heads)"
     if sizes.num_kv_heads % num_ranks and num_ranks % sizes.num_kv_heads:
         yield f"the {sizes.num_kv_heads} heads of self_attn.k_proj (num_key_value_heads), nor is divided by them"
+    for name in _DELTA_HEADS:
+        if getattr(config, name, 0) % num_ranks:
+            yield f"the {getattr(config, name)} heads of linear_attn.in_proj_qkv ({name})"
     for name in _INNER_SIZES:
         size = getattr(config, name, None)
         if size is not None and size % num_ranks:

@@ -37,7 +37,7 @@ class LeadingRunner:
     Every rank samples the same tokens, since logits are gathered and random numbers depend on counters alone. A rank
     with other tokens than the first would write other keys and values from then on.
 
-    A step that could not be planned may be repeated. After any later error the ranks may differ, and every launch fails.
+    A step that could not be planned may be repeated. After a later error the ranks may differ, and every launch fails.
     """
 
     def __init__(self, runner: TorchModelRunner, ring: RingWriter, limit_s: float) -> None:

@@ -10,8 +10,8 @@ import traceback
 
 from replicas.errors import ModelLoadError
 from replicas.model.ranks.leading_runner import FollowingRunner
-from replicas.model.ranks.processes import RankTask
 from replicas.model.ranks.parts import joined_part
+from replicas.model.ranks.processes import RankTask
 from replicas.model.ranks.ring import RingReader
 
 

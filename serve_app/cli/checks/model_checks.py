@@ -53,7 +53,9 @@ def device_check(diagnosis: Diagnosis, has_driver: bool) -> Check:
 
 def ranks_check(diagnosis: Diagnosis, num_ranks: int) -> Check:
     """Check that there is a GPU for each rank."""
-    needed = f"needs {num_ranks} GPUs of {decimal(diagnosis['gpu_memory_bytes'])}, this node has {diagnosis['num_gpus']}"
+    needed = (
+        f"needs {num_ranks} GPUs of {decimal(diagnosis['gpu_memory_bytes'])}, this node has {diagnosis['num_gpus']}"
+    )
     if diagnosis["num_gpus"] < num_ranks:
         return Check("GPUs", Status.FAIL, needed, "lower tensor_parallel_size: a replica does not span nodes")
     return Check("GPUs", Status.OK, needed)
@@ -131,7 +133,10 @@ def _cache_check(cache_bytes: int, diagnosis: Diagnosis) -> Check:
 
 def _diagnose(directory: Path | None, num_ranks: int) -> Diagnosis | Check:
     """Return the diagnosis that the process prints, or a failed check."""
-    models = [HeadwayConfig(model=DEMO_MODEL_NAME).model_path, *(() if directory is None else (str(directory), str(num_ranks)))]
+    models = [
+        HeadwayConfig(model=DEMO_MODEL_NAME).model_path,
+        *(() if directory is None else (str(directory), str(num_ranks))),
+    ]
     try:
         line = run_module("the check of the kernels", _MODULE, *models, cpu_limit_s=_CPU_LIMIT_S, has_gpu=True)
     except ModelLoadError as error:

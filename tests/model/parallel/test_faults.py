@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,14 +13,13 @@ import pytest
 
 from replicas.engine.batch import ScheduledBatch
 from replicas.errors import ModelLoadError
-from replicas.model.loading.options import ModelOptions
+from replicas.model.loading.config import read_config
 from replicas.model.parallel.shares import ModelCuts, Share
 from replicas.model.ranks.leading_runner import RankMessage
 from replicas.model.ranks.ring import RankLost, RingReader
-from replicas.model.loading.config import read_config
 from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint
-from testkit.model.engine_runs import Sizes, build_engine, load, random_prompts, requests_for, run, tokens
+from testkit.model.engine_runs import build_engine, load, random_prompts, requests_for, tokens
 from testkit.model.rank_threads import following, load_parts
 from testkit.model.tiny_checkpoints import write_checkpoint
 

@@ -1,14 +1,20 @@
-"""Several ranks give the tokens of one process: in batches, chunks, prefix hits and preemptions, and however sampled."""
+"""Several ranks give the tokens of one process: in batches, chunks, prefix hits and preemptions, however sampled."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from replicas.model.loading.loader import LoadedModel
 from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint, cached_reference
-from testkit.model.engine_runs import Sizes, build_engine, load, num_preemptions, random_prompts, requests_for, run
-from testkit.model.engine_runs import tokens
+from testkit.model.engine_runs import (
+    Sizes,
+    build_engine,
+    load,
+    num_preemptions,
+    random_prompts,
+    run,
+    tokens,
+)
 from testkit.model.rank_threads import Ranks, following, load_parts
 from tests.model.cuda_graphs.test_step_messages import every_kind
 from tests.model.cuda_graphs.test_steps_ahead import TIGHT, check_same
