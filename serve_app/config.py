@@ -287,8 +287,8 @@ class HeadwayConfig(_SettingsOfParts):
         num_ranks = options.model.tensor_parallel_size
         if num_ranks > 1 and self.num_gpus_per_replica and self.num_gpus_per_replica != num_ranks:
             raise ValueError(
-                f"tensor_parallel_size ({num_ranks}) and num_gpus_per_replica ({self.num_gpus_per_replica:g}) contradict "
-                "each other: each rank has a GPU of its own"
+                f"tensor_parallel_size ({num_ranks}) and num_gpus_per_replica ({self.num_gpus_per_replica:g}) "
+                "contradict each other: each rank has a GPU of its own"
             )
         return self
 

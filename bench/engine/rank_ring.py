@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class NullRunner:
     planner: StepPlanner
     writer: RingWriter
     reader: RingReader
-    times_us: list[tuple[float, float, float]] = field(default_factory=list)
+    times_us: list[list[float]] = field(default_factory=list)
     """Times of plan, write and read of each step."""
 
     def launch(self, batch: ScheduledBatch) -> NullStep:
@@ -68,7 +69,7 @@ class NullRunner:
         pickle.loads(published)
         ended = time.perf_counter()
         moments = (begun, planned, written, ended)
-        self.times_us.append(tuple(1e6 * (b - a) for a, b in zip(moments, moments[1:], strict=False)))  # type: ignore[arg-type]
+        self.times_us.append([1e6 * (end - start) for start, end in pairwise(moments)])
         return NullStep(len(batch))
 
 

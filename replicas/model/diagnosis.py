@@ -1,7 +1,8 @@
 """Diagnosis of a machine: `python -m replicas.model.diagnosis CHECKPOINT [MODEL RANKS]` prints what its kernels do.
 
 CHECKPOINT is a small model, with which the kernels are compared with plain torch. MODEL is a directory whose memory is
-computed from its config, for each of RANKS ranks. The process loads what may crash it, so `headway doctor` runs it apart.
+computed from its config, for each of RANKS ranks. The process loads what may crash it, so `headway doctor` runs it
+apart.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ class Diagnosis:
 
 
 def diagnose(checkpoint: str, model: str | None, num_ranks: int = 1) -> Diagnosis:
-    """Return the diagnosis of this machine, with `model` on `num_ranks` ranks. Compiles the CPU kernels if no replica has yet.
+    """Return the diagnosis of this machine, with `model` on `num_ranks` ranks.
+
+    Compiles the CPU kernels if no replica has yet.
 
     Raises:
         ModelLoadError: `checkpoint` cannot be served.
@@ -222,7 +225,9 @@ def _equal_layers(config: PretrainedConfig) -> tuple[AttentionLayer, ...]:
 
 if __name__ == "__main__":
     try:
-        result = diagnose(*sys.argv[1:3], int(sys.argv[3])) if len(sys.argv) > 2 else diagnose(sys.argv[1], None)
+        result = (
+            diagnose(sys.argv[1], sys.argv[2], int(sys.argv[3])) if len(sys.argv) > 2 else diagnose(sys.argv[1], None)
+        )
     except ModelLoadError as error:
         sys.exit(str(error))
     print(json.dumps(asdict(result)))

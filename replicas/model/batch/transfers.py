@@ -113,7 +113,7 @@ class DeviceToHostBuffer:
 
     def has_arrived(self) -> bool:
         """Return True if all copies are done."""
-        return self._arrived is None or self._arrived.query()
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Wait until all copies are done; it is the step's only synchronisation."""

@@ -9,7 +9,10 @@ from replicas.model.layers.ops import with_unknown_as_nan
 from replicas.model.parallel.rank_group import RankGroup
 
 _SUMMED = frozenset({"o_proj", "out_proj", "down_proj", "experts", "output", "down"})
-"""Names of the layers whose inputs are cut, in transformers' layers, `FusedLayer` and `GatedDeltaNet`: their results are added up."""
+"""Names of the layers whose inputs are cut, and whose results are added up.
+
+They are those of transformers' layers, of `FusedLayer` and of `GatedDeltaNet`.
+"""
 
 
 class SummedLayer(nn.Module):

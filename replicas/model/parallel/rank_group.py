@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
+from torch.distributed import FileStore, ProcessGroupGloo, distributed_c10d  # type: ignore[attr-defined]
 
 from replicas.model.parallel.shares import Share
 
@@ -32,7 +34,7 @@ class RankGroup:
         """
         self.share = share
         self.device = device
-        store = distributed.FileStore(str(meeting_file), share.num_ranks)
+        store = FileStore(str(meeting_file), share.num_ranks)
         store.set_timeout(_TIMEOUT)
         _meet(store, share, check)
         self._group = _process_group(share, device, store)
@@ -54,8 +56,8 @@ class RankGroup:
     def least(self, number: int) -> int:
         """Return the least of the ranks' numbers. The host waits for it."""
         numbers = torch.tensor([number], dtype=torch.int64, device=self.device)
-        options = distributed.AllreduceOptions()
-        options.reduceOp = distributed.ReduceOp.MIN
+        options = distributed_c10d.AllreduceOptions()
+        options.reduceOp = distributed_c10d.ReduceOp(distributed_c10d.ReduceOp.MIN)
         self._group.allreduce([numbers], options).wait()
         return int(numbers.item())
 
@@ -78,7 +80,7 @@ class RankGroup:
         return parts
 
 
-def _meet(store: distributed.Store, share: Share, check: Callable[[], None]) -> None:
+def _meet(store: Any, share: Share, check: Callable[[], None]) -> None:
     """Wait until every rank is there."""
     names = [f"rank {rank}" for rank in range(share.num_ranks)]
     store.set(names[share.rank], "there")
@@ -90,13 +92,16 @@ def _meet(store: distributed.Store, share: Share, check: Callable[[], None]) -> 
         time.sleep(_MEETING_PERIOD_S)
 
 
-def _process_group(share: Share, device: torch.device, store: distributed.Store) -> distributed.ProcessGroup:
+def _process_group(share: Share, device: torch.device, store: Any) -> Any:
     """Return a group of its own, so that a process can have several."""
     if device.type == "cuda":
-        options = distributed.ProcessGroupNCCL.Options()
+        # Only torch for CUDA has it.
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
-        return distributed.ProcessGroupNCCL(store, share.rank, share.num_ranks, options)
-    on_loopback = distributed.ProcessGroupGloo._Options()
-    on_loopback._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return ProcessGroupNCCL(store, share.rank, share.num_ranks, options)
+    on_loopback = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    on_loopback._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     on_loopback._timeout = _TIMEOUT
-    return distributed.ProcessGroupGloo(store, share.rank, share.num_ranks, on_loopback)
+    return ProcessGroupGloo(store, share.rank, share.num_ranks, on_loopback)

@@ -90,7 +90,7 @@ def _query_key_value(_: Shape, sizes: Sizes, share: Share) -> Cut:
 
 
 def _delta_channels(shape: Shape, sizes: Sizes, share: Share) -> Cut:
-    """Cut the channels of a gated delta net, queries, keys and values, by heads: value heads go with their key heads."""
+    """Cut the queries, keys and values of a gated delta net by heads: value heads go with their key heads."""
     starts = (0, sizes.key_size, 2 * sizes.key_size, shape[0])
     return Cut(0, tuple(share.even(end - start, start) for start, end in pairwise(starts)))
 
@@ -131,13 +131,13 @@ _GPT_OSS_RULES: Mapping[str, CutRule] = {
     r".*\.experts\.down_proj_bias": _on_first_rank,
 }
 _CUT_TYPES: Mapping[str, Mapping[str, CutRule]] = {
-    **dict.fromkeys(
-        (
+    **{
+        name: {}
+        for name in (
             "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "glm4", "mixtral",
             "qwen2_moe", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3",
-        ),
-        {},
-    ),
+        )
+    },
     "gpt_oss": _GPT_OSS_RULES,
 }  # fmt: skip
 """Types of models that are cut, each with the rules in which it differs from the others."""

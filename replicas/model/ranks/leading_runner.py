@@ -127,7 +127,7 @@ class LeadingStep:
 
 def digest_of(running: RunningStep) -> int:
     """Return a digest of the tokens of a step that has ended, 32 bits."""
-    return 0 if running.tokens is None else zlib.crc32(running.to_host[running.tokens.pending].numpy())
+    return 0 if running.tokens is None else zlib.crc32(running.to_host[running.tokens.pending].numpy().tobytes())
 
 
 class FollowingRunner:

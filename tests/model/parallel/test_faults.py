@@ -19,7 +19,7 @@ from replicas.model.ranks.leading_runner import RankMessage
 from replicas.model.ranks.ring import RankLost, RingReader
 from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint
-from testkit.model.engine_runs import build_engine, load, random_prompts, requests_for, tokens
+from testkit.model.engine_runs import build_engine, load, random_prompts, requests_for, run, tokens
 from testkit.model.rank_threads import following, load_parts
 from testkit.model.tiny_checkpoints import write_checkpoint
 
@@ -58,12 +58,8 @@ def _flipped(word: int) -> int:
 def test_a_rank_that_draws_another_number_ends_the_replica() -> None:
     parts = load_parts(cached_checkpoint("llama"), 2)
     with following(parts, make_reader=FlippingReader) as ranks:
-        engine = ranks.engine()
-        for request in requests_for(PROMPTS, SEEDED):
-            engine.add(request)
         with pytest.raises(RankLost, match="rank 1 has sampled other tokens than rank 0 in step"):
-            while engine.has_work:
-                engine.step()
+            run(ranks.engine(), requests_for(PROMPTS, SEEDED))
         with pytest.raises(RankLost, match="an earlier step failed: rank 1 has sampled other tokens"):
             ranks.leading.launch(ScheduledBatch())
 

@@ -25,7 +25,7 @@ GREEDY = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=1.0, top_p=0.95, seed=7)
 ARCHITECTURES = (
     "llama", "mistral-window", "qwen2", "qwen3", "phi3", "gemma2-window", "gemma3_text-window", "glm4", "mixtral",
-    "qwen2_moe", "qwen3_moe", "gpt_oss-window",
+    "qwen2_moe", "qwen3_moe", "gpt_oss-window", "deepseek_v3", "qwen3_5_text", "qwen3_5_text-48", "qwen3_5_moe_text",
 )  # fmt: skip
 
 
