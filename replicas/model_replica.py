@@ -20,11 +20,11 @@ from replicas.engine.engine_thread import EngineThread
 from replicas.engine.outbox import Coalescing, FlushPolicy
 from replicas.engine.output_processor import DecoderFactory
 from replicas.engine.step_watch import StepWatch
-from replicas.model.build import build_fitted, describe_lowered, warm_up
+from replicas.model.build import describe_lowered
 from replicas.model.hardware.limits import cpu_limit
-from replicas.model.loading.loader import load_model
 from replicas.model.loading.tokenizer import make_decoder
 from replicas.model.pooling.heads import PoolHead
+from replicas.model.ranks.parts import lead_ranks, load_part
 from replicas.options import ReplicaOptions
 from replicas.protocol import Auto, GenerateRequest, ModelCard, PoolCard, ReplicaIdentity
 from replicas.text.grammar import GrammarCompiler
@@ -94,17 +94,11 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         ModelLoadError: files or options cannot be used, or the KV cache does not fit.
         UnsupportedModel: the model's architecture cannot be served.
     """
-    loaded = load_model(options.model)
-    fitted = build_fitted(loaded, options.limits, options.runner)
-    runner, limits = fitted.runner, fitted.limits
-    if loaded.device.type != "cpu":
-        warm_up(runner, limits)  # It may compile kernels.
-    warmed_s = time.monotonic()
-    warm_up(runner, limits)
-    warm_step_s = time.monotonic() - warmed_s
+    part = load_part(options) if options.model.tensor_parallel_size == 1 else lead_ranks(options)
+    loaded, runner, limits = part.loaded, part.runner, part.limits
     lowered = describe_lowered(options.limits, limits, runner.num_blocks, len(runner.windows))
     return Backend(
-        runner=runner,
+        runner=part.launcher,
         decoders=lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids, request.params),
         num_blocks=runner.num_blocks,
         windows=runner.windows,
@@ -123,7 +117,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         counts_tokens=runner.counts_tokens,
         notes=(*loaded.notes, *filter(None, [lowered])),
         limits=limits,
-        warm_step_s=warm_step_s,
+        warm_step_s=part.warm_step_s,
         poolers=None if loaded.head is None else partial(_pooler_of, loaded.head),
         pool=None if loaded.head is None else loaded.head.card,
         generates=loaded.generates,
@@ -183,6 +177,8 @@ class ModelReplica:
         first_step_s = 0.0 if is_on_cpu else _FIRST_STEP_S
         self._steps = StepWatch(options.limits.max_step_s, backend.warm_step_s, first_step_s)
         precision = f"{backend.dtype} {options.model.quantization} {backend.weights} {backend.cache_dtype}"
+        if options.model.tensor_parallel_size > 1:  # Sums over ranks are rounded in another way.
+            precision += f" {options.model.tensor_parallel_size} ranks"
         weights_id = weights_digest(options.model.path, precision)
         identity = ReplicaIdentity(replica_id, node_id, os.getpid(), weights_id)
         self._engine = Engine(config, backend.runner, backend.decoders, identity)

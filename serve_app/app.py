@@ -26,7 +26,7 @@ from serve_app.deployments.ingress import Ingress
 from serve_app.deployments.jobs import Jobs
 from serve_app.deployments.model import Model
 from serve_app.deployments.process import MakeFlow, late_binding_flow
-from serve_app.deployments.rollout import RolloutRefused, check_rollout
+from serve_app.deployments.rollout import RolloutRefused, check_rollout, refuse_spanning
 from serve_app.deployments.serve_hooks import keep_version, own_version
 from serve_app.preflight.fields import ConfigError, read_fields
 
@@ -52,6 +52,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         raise RolloutRefused(str(error)) from None
     with joined_cluster() as has_cluster:
         config = with_gpus(config)
+        refuse_spanning(config)
         check_rollout(config, args, has_cluster)
     return build_with(config)
 
@@ -70,6 +71,7 @@ def build_with(
     access lines to; None: there is none. Their pages link to `ray_dashboard_url`; None: they do not.
     """
     config = with_gpus(config)
+    refuse_spanning(config)
     model = serve.deployment(
         Model,
         name="Model",

@@ -134,8 +134,8 @@ class HeadwayConfig(_SettingsOfParts):
     """Most model replicas; their number follows the load if this exceeds the fewest. None: with GPUs as many as the
     cluster's GPUs are enough for, without GPUs `num_replicas`."""
     num_gpus_per_replica: float | None = Field(default=None, ge=0)
-    """GPUs that Ray reserves for a model replica; of less than 1, replicas share a GPU and its memory. None: 1 if the
-    cluster has GPUs, else 0."""
+    """GPUs that Ray reserves for a model replica; of less than 1, replicas share a GPU and its memory. None:
+    `tensor_parallel_size` if the cluster has GPUs, else 0."""
     cpus_per_replica: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a model replica."""
     update: Literal["replace", "surge"] = "replace"
@@ -287,6 +287,12 @@ class HeadwayConfig(_SettingsOfParts):
             raise ValueError("batch_invariant (true) and quantization (fp8_w8a8) contradict each other")
         if device == "cuda" and self.num_gpus_per_replica == 0:
             raise ValueError("device (cuda) and num_gpus_per_replica (0) contradict each other")
+        num_ranks = options.model.tensor_parallel_size
+        if num_ranks > 1 and self.num_gpus_per_replica and self.num_gpus_per_replica != num_ranks:
+            raise ValueError(
+                f"tensor_parallel_size ({num_ranks}) and num_gpus_per_replica ({self.num_gpus_per_replica:g}) "
+                "contradict each other: each rank has a GPU of its own"
+            )
         return self
 
     @property
@@ -515,7 +521,7 @@ class HeadwayConfig(_SettingsOfParts):
         """Compose the options of a model replica."""
         model = self._part(ModelOptions, path=self.model_path)
         if model.num_threads is None:
-            model = replace(model, num_threads=max(1, int(self.cpus_per_replica)))
+            model = replace(model, num_threads=max(1, int(self.cpus_per_replica) // model.tensor_parallel_size))
         return ReplicaOptions(model, self._part(RunnerOptions), self.engine_limits(), self._part(StreamOptions))
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -80,9 +80,12 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     slot_bytes = bytes_per_slot(loaded.state_layers, limits.block_size, loaded.dtype)
 
     def room(tried: EngineLimits) -> Room:
-        whole = Room(options.kv_cache_bytes, f"kv_cache_bytes is {options.kv_cache_bytes}")
+        num_ranks = 1 if loaded.ranks is None else loaded.ranks.share.num_ranks
+        whole = Room(options.kv_cache_bytes // num_ranks, f"kv_cache_bytes is {options.kv_cache_bytes}")
         if has_gpu:
             whole = _room_on_cuda(loaded, attention, tried, options, graphs)
+        if loaded.ranks is not None:
+            whole = replace(whole, num_bytes=loaded.ranks.least(whole.num_bytes))
         if not loaded.state_layers or whole.num_bytes == 0:
             return whole
         num_slots = choose_state_slots(whole.num_bytes, slot_bytes, tried, whole.reason, has_gpu=has_gpu)
@@ -175,6 +178,8 @@ class _GraphBuilder:
         )
         graphs = GraphRunner(self._loaded, cache, self._attention, shapes)
         self._is_possible = graphs.capture(self._stream)
+        if self._loaded.ranks is not None:
+            self._is_possible = self._loaded.ranks.all_true(self._is_possible)
         return graphs if self._is_possible else None
 
 

@@ -1,7 +1,8 @@
-"""Diagnosis of a machine: `python -m replicas.model.diagnosis CHECKPOINT [MODEL]` prints what its fast kernels do.
+"""Diagnosis of a machine: `python -m replicas.model.diagnosis CHECKPOINT [MODEL RANKS]` prints what its kernels do.
 
 CHECKPOINT is a small model, with which the kernels are compared with plain torch. MODEL is a directory whose memory is
-computed from its config. The process loads what may crash it, so `headway doctor` runs it apart.
+computed from its config, for each of RANKS ranks. The process loads what may crash it, so `headway doctor` runs it
+apart.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.loader import LoadedModel, load_model, longest_of
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import model_without_values
+from replicas.model.parallel.shares import ModelCuts, Share
 from replicas.model.pooling.kinds import is_two_sided
 
 _BLOCK_SIZE = 16
@@ -52,7 +54,7 @@ class KernelCheck:
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """Memory that one token of a model takes, and the longest sequence."""
+    """Memory that a model, or the part of one rank, takes for its weights, a token and the longest sequence."""
 
     kv_bytes_per_token: int
     """0: the model computes whole texts, without a KV cache."""
@@ -64,6 +66,8 @@ class ModelMemory:
     """Size of a slot for recurrent state; 0: the model has none."""
     kv_bytes_of_longest: int
     """KV cache of a sequence of `max_model_len` tokens."""
+    num_values: int
+    """Number of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,9 @@ class Diagnosis:
     device: str
     """cpu, or the name of the GPU."""
     is_gpu: bool
+    num_gpus: int
     gpu_memory_bytes: int
+    """Memory of one GPU."""
     dtype: str
     value_bytes: int
     """Size of a weight and of a number in the KV cache."""
@@ -87,8 +93,10 @@ class Diagnosis:
     """Reason why the model cannot be served."""
 
 
-def diagnose(checkpoint: str, model: str | None) -> Diagnosis:
-    """Return the diagnosis of this machine. Compiles the CPU kernels if no replica has yet.
+def diagnose(checkpoint: str, model: str | None, num_ranks: int = 1) -> Diagnosis:
+    """Return the diagnosis of this machine, with `model` on `num_ranks` ranks.
+
+    Compiles the CPU kernels if no replica has yet.
 
     Raises:
         ModelLoadError: `checkpoint` cannot be served.
@@ -99,7 +107,7 @@ def diagnose(checkpoint: str, model: str | None) -> Diagnosis:
     memory, fault = None, None
     if model is not None:
         try:
-            memory = memory_of(read_config(model), dtype, is_gpu=is_gpu)
+            memory = memory_of(read_config(model), dtype, num_ranks, is_gpu=is_gpu)
         except ModelLoadError as error:
             fault = str(error)
     properties = torch.cuda.get_device_properties(device) if is_gpu else None
@@ -107,6 +115,7 @@ def diagnose(checkpoint: str, model: str | None) -> Diagnosis:
     return Diagnosis(
         device="cpu" if properties is None else properties.name,
         is_gpu=is_gpu,
+        num_gpus=torch.cuda.device_count() if is_gpu else 0,
         gpu_memory_bytes=0 if properties is None else properties.total_memory,
         dtype=str(dtype).removeprefix("torch."),
         value_bytes=dtype.itemsize,
@@ -176,15 +185,22 @@ def _gpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
             yield KernelCheck(name, None)
 
 
-def memory_of(config: PretrainedConfig, dtype: torch.dtype, *, is_gpu: bool = False) -> ModelMemory:
-    """Compute a model's memory from its config. On a GPU steps are scheduled ahead."""
+def memory_of(config: PretrainedConfig, dtype: torch.dtype, num_ranks: int = 1, *, is_gpu: bool = False) -> ModelMemory:
+    """Compute the memory of a model on each of its ranks from its config. On a GPU steps are scheduled ahead.
+
+    Raises:
+        ModelLoadError: the model cannot be cut for so many ranks.
+    """
+    if num_ranks > 1:
+        config = ModelCuts(config, Share(0, num_ranks)).local_config()
     text = config.get_text_config(decoder=True)
     model = model_without_values(config).to(torch.bfloat16)  # torch has no grouped product of float32 there.
     store_latents(model)
+    num_values = sum(parameter.numel() for parameter in model.parameters())
     port = AttentionPort(model)
     if is_two_sided(config):
         probe_shapes(model, port, two_sided=True)
-        return ModelMemory(0, 0, choose_max_model_len(longest_of(config), None), False, 0, 0)
+        return ModelMemory(0, 0, choose_max_model_len(longest_of(config), None), False, 0, 0, num_values)
     layers = probe_shapes(model, port) or _equal_layers(text)
     slot_bytes = bytes_per_slot(port.recurrent.layers, _BLOCK_SIZE, dtype)
     plain, quantized = (bytes_per_block(layers, 1, cache_dtype) for cache_dtype in (dtype, torch.int8))
@@ -195,7 +211,7 @@ def memory_of(config: PretrainedConfig, dtype: torch.dtype, *, is_gpu: bool = Fa
     limits = EngineLimits(max_num_batched_tokens=GPU_BATCHED_TOKENS) if is_gpu else EngineLimits()
     blocks = sequence_blocks(limits, tuple(group.window for group in groups), is_asynchronous=is_gpu)
     longest_bytes = blocks.num_blocks(longest) * bytes_of_block(groups, blocks.block_size, dtype)
-    return ModelMemory(plain, quantized, longest, has_experts, slot_bytes, longest_bytes)
+    return ModelMemory(plain, quantized, longest, has_experts, slot_bytes, longest_bytes, num_values)
 
 
 def _equal_layers(config: PretrainedConfig) -> tuple[AttentionLayer, ...]:
@@ -209,7 +225,9 @@ def _equal_layers(config: PretrainedConfig) -> tuple[AttentionLayer, ...]:
 
 if __name__ == "__main__":
     try:
-        result = diagnose(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
+        result = (
+            diagnose(sys.argv[1], sys.argv[2], int(sys.argv[3])) if len(sys.argv) > 2 else diagnose(sys.argv[1], None)
+        )
     except ModelLoadError as error:
         sys.exit(str(error))
     print(json.dumps(asdict(result)))

@@ -27,6 +27,9 @@ def doctor(
         str | None,
         typer.Option("--model", "-m", help="Estimate the memory of a model: a directory, GGUF file or hub id."),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, max=8, help="GPUs of one machine that compute the model together.")
+    ] = 1,
     url: Annotated[
         str | None, typer.Option("--url", callback=root_of, help="Check a running server, too.", show_default=False)
     ] = None,
@@ -37,7 +40,7 @@ def doctor(
     """Check this machine, and estimate a model's memory; the exit code is 1 if something will not work."""
     console = Console(highlight=False, soft_wrap=True)
     checks: list[Check] = []
-    for check in _checks(model, url, api_key, port):
+    for check in _checks(model, tensor_parallel_size, url, api_key, port):
         checks.append(check)
         if not as_json:
             _show(check, console)
@@ -47,7 +50,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _checks(model: str | None, url: str | None, api_key: str | None, port: int) -> Iterator[Check]:
+def _checks(model: str | None, num_ranks: int, url: str | None, api_key: str | None, port: int) -> Iterator[Check]:
     yield from machine_checks(port)
     yield folder_check("jobs", Path(HeadwayConfig().data_dir), _LEAST_JOBS_BYTES)
     directory: Path | None = None
@@ -58,7 +61,7 @@ def _checks(model: str | None, url: str | None, api_key: str | None, port: int) 
         except ModelLoadError as error:
             yield Check("model", Status.FAIL, str(error), "name another model, or fetch it with `headway models pull`")
             directory = None
-    yield from diagnosis_checks(directory)
+    yield from diagnosis_checks(directory, num_ranks)
     if url is not None:
         yield _server_check(url, api_key)
 

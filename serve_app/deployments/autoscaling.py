@@ -139,7 +139,9 @@ def with_gpus(config: HeadwayConfig) -> HeadwayConfig:
     """Return the configuration with the fields that depend on the GPUs that the cluster has now."""
     is_complete = config.num_gpus_per_replica == 0 or None not in (config.num_gpus_per_replica, config.max_replicas)
     num_gpus = 0.0 if is_complete or config.replica_options().model.device == "cpu" else _num_cluster_gpus()
-    gpus_per_replica = config.num_gpus_per_replica if config.num_gpus_per_replica is not None else float(num_gpus >= 1)
+    gpus_per_replica = config.num_gpus_per_replica
+    if gpus_per_replica is None:
+        gpus_per_replica = float(config.replica_options().model.tensor_parallel_size) if num_gpus >= 1 else 0.0
     changes: dict[str, object] = {"num_gpus_per_replica": gpus_per_replica}
     if config.max_replicas is None and gpus_per_replica > 0:
         changes["max_replicas"] = max(config.num_replicas, int(num_gpus / gpus_per_replica))
@@ -172,6 +174,13 @@ def joined_cluster() -> Iterator[bool]:
         yield True
     finally:
         ray.shutdown()
+
+
+def most_gpus_of_a_node() -> float:
+    """Return the number of GPUs of the node that has most; without a cluster, of this machine."""
+    if not ray.is_initialized():
+        return _num_gpus_of_this_machine()
+    return max((node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
 
 
 def _num_gpus_of_this_machine() -> float:

@@ -6,9 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import click
+import ray
 from ray.serve.exceptions import RayServeException
 
 from serve_app.config import HeadwayConfig
+from serve_app.deployments.autoscaling import most_gpus_of_a_node
 from serve_app.deployments.nodes import Resources, findings_of_nodes, holds, living_nodes, replica_resources
 from serve_app.deployments.serve_hooks import (
     Deployed,
@@ -27,6 +29,23 @@ class RolloutRefused(RayServeException, click.ClickException):
     Serve shows the message of a `RayServeException` without a traceback, and does not build again. `serve run` prints
     that of a `ClickException` in the same way.
     """
+
+
+def refuse_spanning(config: HeadwayConfig) -> None:
+    """Check that a node has the GPUs of all ranks of a replica, unless nodes may be added.
+
+    Raises:
+        RolloutRefused: none has.
+    """
+    num_ranks = config.replica_options().model.tensor_parallel_size
+    if num_ranks == 1 or not config.num_gpus_per_replica or (ray.is_initialized() and has_node_autoscaler()):
+        return
+    most = most_gpus_of_a_node()
+    if most < num_ranks:
+        raise RolloutRefused(
+            f"tensor_parallel_size: needs {num_ranks} GPUs of one node, and no node has more than {most:g}; a replica "
+            "does not span nodes: lower it, and set num_replicas to use several nodes"
+        )
 
 
 def check_rollout(config: HeadwayConfig, args: Mapping[str, Any], has_cluster: bool) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-_GPUS = "A model replica runs on one GPU and Ray places the replicas; set num_replicas to use more GPUs."
+_GPUS = "A replica runs on the GPUs of one node (tensor_parallel_size); Ray places replicas (num_replicas)."
 _TEXT_ONLY = "Models read and write text only."
 _ADAPTERS = "Adapters are not served beside a model; merge them into its weights and serve the result."
 _SPECULATION = "There is no speculative decoding."
@@ -47,7 +47,7 @@ _MAMBA = "Models with recurrent states have a fixed form of them."
 
 _GROUPS = {
     _GPUS: """
-        tensor_parallel_size=1 pipeline_parallel_size=1 prefill_context_parallel_size=1
+        pipeline_parallel_size=1 prefill_context_parallel_size=1
         decode_context_parallel_size=1 dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
         distributed_executor_backend=ray|uni data_parallel_rank data_parallel_start_rank data_parallel_size_local
         data_parallel_address data_parallel_rpc_port data_parallel_backend=ray data_parallel_hybrid_lb=false

@@ -111,6 +111,10 @@ class DeviceToHostBuffer:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record(torch.cuda.current_stream(device))
 
+    def has_arrived(self) -> bool:
+        """Return True if all copies are done."""
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> None:
         """Wait until all copies are done; it is the step's only synchronisation."""
         if self._arrived is not None:

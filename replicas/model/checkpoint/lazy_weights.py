@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from replicas.model.checkpoint.cuts import Cutter
 from replicas.model.checkpoint.formats import QuantizedWeight, Weights
 from replicas.model.checkpoint.headers import StoredTensor
 from replicas.model.checkpoint.quantized_linear import QuantizedLinear
@@ -39,10 +40,13 @@ class WeightReader:
         self._opened: dict[Path, Any] = {}
         self._lock = Lock()  # transformers reads weights in several threads.
 
-    def lazy(self) -> dict[str, LazyWeight]:
-        """Return all weights by name. Quantized ones are read as dense ones of the reader's dtype."""
+    def lazy(self, cutter: Cutter | None = None) -> dict[str, LazyWeight]:
+        """Return all weights by name. Quantized ones are read as dense ones of the reader's dtype.
+
+        Plain weights are cut by `cutter`; None: they are read whole.
+        """
         plain, quantized = self._weights.plain, self._weights.quantized
-        plain_weights = {name: LazyWeight(partial(self._read, tensor)) for name, tensor in plain.items()}
+        plain_weights = {name: LazyWeight(partial(self._read_cut, tensor, cutter)) for name, tensor in plain.items()}
         return plain_weights | {
             name: LazyWeight(partial(self._read_dense, weight)) for name, weight in quantized.items()
         }
@@ -55,6 +59,10 @@ class WeightReader:
 
     def _read_dense(self, weight: QuantizedWeight) -> Tensor:
         return shape_dense(weight, self.quantized(weight).dense(self._dtype))
+
+    def _read_cut(self, tensor: StoredTensor, cutter: Cutter | None) -> Tensor:
+        cut = None if cutter is None else cutter(tensor.name, tensor.shape)
+        return self._read(tensor) if cut is None else cut.apply(self._read(tensor))
 
     def _read(self, tensor: StoredTensor) -> Tensor:
         with self._lock:

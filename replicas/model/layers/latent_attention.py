@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
         weight: Tensor = attention.kv_b_proj.weight  # [num_heads * (own_size + value_size), latent size]
         heads = weight.detach().view(-1, self.own_size + attention.v_head_dim, weight.shape[1])
         self.query: nn.Module = HeadLinear(heads[:, : self.own_size].contiguous())
-        self.output: nn.Module = HeadLinear(heads[:, self.own_size :].transpose(1, 2).contiguous())
+        self.values: nn.Module = HeadLinear(heads[:, self.own_size :].transpose(1, 2).contiguous())
 
     def absorb(self, query: Tensor) -> Tensor:
         """Return queries [1, num_heads, num_tokens, latent size + rotary size] for a layer's own queries."""
@@ -78,7 +78,7 @@ class LatentAttention(nn.Module):
 
     def expand(self, output: Tensor) -> Tensor:
         """Return [num_tokens, num_heads, value_size] for sums of latents [num_tokens, num_heads, latent size]."""
-        expanded: Tensor = self.output(output.transpose(0, 1))
+        expanded: Tensor = self.values(output.transpose(0, 1))
         return expanded.transpose(0, 1)
 
 

@@ -42,6 +42,9 @@ from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions
 from replicas.model.loading.weights import load_weights
+from replicas.model.parallel.joined_layers import join_layers
+from replicas.model.parallel.rank_group import RankGroup
+from replicas.model.parallel.shares import ModelCuts
 from replicas.model.pooling.encoder import TextEncoder
 from replicas.model.pooling.heads import PoolHead, classifier_head, embedding_head, score_head
 from replicas.model.pooling.kinds import first_position, has_output_layer, is_two_sided, tells_pairs_apart
@@ -94,6 +97,8 @@ class LoadedModel:
     """True if the model generates tokens."""
     is_two_sided: bool = False
     """True if a token sees the tokens behind it, so that a text is computed whole, without a KV cache."""
+    ranks: RankGroup | None = None
+    """Ranks that have the other parts of the model; None: the model is whole."""
 
     def ops(self) -> AbstractContextManager[object]:
         """Return the context in which the model's operations are those that it was loaded for."""
@@ -161,8 +166,10 @@ def _default_num_threads() -> int:
     return max(1, min(torch.get_num_threads(), int(cpu_limit().num_cpus)))
 
 
-def load_model(options: ModelOptions) -> LoadedModel:
+def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedModel:
     """Load the model that `options` names, move it to its device, probe its attention and optimize it.
+
+    Of a model that several `ranks` compute together, the part of this rank is loaded.
 
     Raises:
         ModelLoadError: the files or the options cannot be used.
@@ -179,7 +186,15 @@ def load_model(options: ModelOptions) -> LoadedModel:
     kept = kept_groups() if has_kernels else None if products is None else kept_panels(products)
     if options.quantization in ROUNDS_AGAIN:
         kept = None
-    weights = load_weights(options.path, config, dtype, device, kept=kept)
+    cuts = None if ranks is None else ModelCuts(config, ranks.share)
+    weights = load_weights(
+        options.path,
+        config if cuts is None else cuts.local_config(),
+        dtype,
+        device,
+        kept=kept,
+        cutter=None if cuts is None else cuts.cut,
+    )
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
     remove_waits(model)
     if isinstance(model, TextEncoder) and tells_pairs_apart(config):
@@ -191,7 +206,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     layers = probe_attention(model, port, two_sided=two_sided)
     if store_checked_latents(model, port):
         layers = probe_attention(model, port)
-    _refuse_options(port, options, device)
+    _refuse_options(port, options, device, has_ranks=ranks is not None)
     _optimize(model, port, layers, options, has_kernels, products)
     if two_sided:
         _refuse_scoring(config, layers)
@@ -203,6 +218,8 @@ def load_model(options: ModelOptions) -> LoadedModel:
     configured_ids, end_id = _configured_eos_token_ids(model), getattr(tokenizer, "eos_token_id", None)
     eos_token_ids = configured_ids if end_id is None else configured_ids | {end_id}
     is_batch_invariant = options.batch_invariant and _check_batch_invariance(model, port, layers, has_kernels)
+    if ranks is not None:
+        join_layers(model, ranks, vocab_size)
     return LoadedModel(
         model_id=options.path,
         model=model,
@@ -226,6 +243,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
         head=head,
         generates=generates,
         is_two_sided=two_sided,
+        ranks=ranks,
     )
 
 
@@ -290,8 +308,11 @@ def choose_products(
     return products
 
 
-def _refuse_options(port: AttentionPort, options: ModelOptions, device: torch.device) -> None:
-    """Raise ModelLoadError for an option that recurrent layers do not support on a GPU."""
+def _refuse_options(port: AttentionPort, options: ModelOptions, device: torch.device, *, has_ranks: bool) -> None:
+    """Raise ModelLoadError for an option that several ranks, or recurrent layers on a GPU, do not support."""
+    if has_ranks and (options.compile_layers or options.batch_invariant):
+        name = "compile_layers" if options.compile_layers else "batch_invariant"
+        raise ModelLoadError(f"{name} is true, which contradicts tensor_parallel_size ({options.tensor_parallel_size})")
     if port.recurrent.layers and device.type != "cpu" and options.compile_layers:
         raise ModelLoadError("compile_layers is true, which models with recurrent layers do not support on a GPU")
 

@@ -45,6 +45,8 @@ class ReplicaMemory:
     kv_cache: int
     activations: int
     process: int = _PROCESS_BYTES
+    num_ranks: int = 1
+    """Processes of the replica, which all have activations."""
 
     def with_process(self, measured: int) -> ReplicaMemory:
         """Return this memory with that of a process of which torch, transformers and the tokenizer were measured."""
@@ -53,13 +55,17 @@ class ReplicaMemory:
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return self.weights + self.kv_cache + self.activations + self.process
+        return self.weights + self.kv_cache + self.num_ranks * (self.activations + self.process)
 
     def __str__(self) -> str:
         return (
             f"{_gib(self.weights)} of weights, {_gib(self.kv_cache) if self.kv_cache else 'none'} of KV cache, "
-            f"{_gib(self.activations)} of activations and {_gib(self.process)} of process"
+            f"{_gib(self.activations)} of activations and {_gib(self.process)} of process{self._by_rank}"
         )
+
+    @property
+    def _by_rank(self) -> str:
+        return f" for each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,7 @@ def replica_memory(directory: Path, model: ModelOptions, runner: RunnerOptions, 
         _weight_bytes(read_weights(directory), model, config, value_bytes),
         runner.kv_cache_bytes if has_cache else 0,
         limits.max_num_batched_tokens * row_bytes + logit_bytes,
+        num_ranks=model.tensor_parallel_size,
     )
 
 

@@ -49,6 +49,10 @@ class ModelOptions:
     the compiled kernels, on a GPU Triton's. fp8_w8a8 also rounds inputs, on GPUs of compute capability 8.9 and above.
     On a CPU fp8 and fp8_w8a8 have the same values and save nothing. none: weights stay as the checkpoint has them."""
 
+    tensor_parallel_size: int = setting(1, ge=1, le=8)
+    """GPUs of one machine that compute each step of a replica together, each with its part of every layer. Without a
+    GPU they are processes on the CPU, which is meant for tests."""
+
     def __post_init__(self) -> None:
         check_bounds(self)
 

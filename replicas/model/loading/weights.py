@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention.interface import ATTENTION_NAME, register_attention
+from replicas.model.checkpoint.cuts import Cutter
 from replicas.model.checkpoint.expert_weights import DOWN, ExpertWeights, find_expert_weights
 from replicas.model.checkpoint.formats import QuantizedWeight, Weights
 from replicas.model.checkpoint.lazy_weights import LazyWeight, WeightReader
@@ -50,11 +51,13 @@ def load_weights(
     device: torch.device = _CPU,
     *,
     kept: KeptLinears | None = None,
+    cutter: Cutter | None = None,
 ) -> LoadedWeights:
     """Load the weights of a model, a directory or hub id, in `dtype`.
 
     Another `device` than the CPU receives each weight when it has been read: the host never holds the whole model.
-    Weights of linear layers that `kept` keeps become its layers; without it all weights become dense.
+    Weights of linear layers that `kept` keeps become its layers; without it all weights become dense. `config` is that
+    of the part of the model for which `cutter` cuts the weights; None: of the whole model.
 
     Raises:
         ModelLoadError: a file or a weight is missing, damaged or of a wrong shape.
@@ -63,7 +66,7 @@ def load_weights(
     directory = _directory_of(model)
     weights = read_weights(directory)
     reader = WeightReader(weights, dtype)
-    state = reader.lazy()
+    state = reader.lazy(cutter)
     linears, experts = ({}, {}) if kept is None else _kept_layers(weights, config, kept)
     for name in {name for each in experts.values() for name in each.weights.names()}:
         del state[name]

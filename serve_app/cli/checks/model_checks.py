@@ -25,20 +25,22 @@ _MODULE = "replicas.model.diagnosis"
 _CPU_LIMIT_S = 600.0
 
 
-def diagnosis_checks(directory: Path | None) -> Iterator[Check]:
-    """Yield the checks of the kernels, and of the memory of the model in `directory`."""
+def diagnosis_checks(directory: Path | None, num_ranks: int = 1) -> Iterator[Check]:
+    """Yield the checks of the kernels, and of the memory of the model in `directory` on `num_ranks` ranks."""
     with stderr().status("Checking the kernels; the first time they are compiled, which takes a minute ..."):
-        diagnosis = _diagnose(directory)
+        diagnosis = _diagnose(directory, num_ranks)
     if isinstance(diagnosis, Check):
         yield diagnosis
         return
     yield device_check(diagnosis, has_driver=shutil.which("nvidia-smi") is not None)
+    if num_ranks > 1 and diagnosis["is_gpu"]:
+        yield ranks_check(diagnosis, num_ranks)
     for kernels in diagnosis["kernels"]:
         yield _kernel_check(kernels["name"], kernels["fault"])
     if diagnosis["model_fault"] is not None:
         yield Check("model", Status.FAIL, diagnosis["model_fault"], "choose another model")
     elif directory is not None:
-        yield from memory_checks(directory, diagnosis)
+        yield from memory_checks(directory, diagnosis, num_ranks)
 
 
 def device_check(diagnosis: Diagnosis, has_driver: bool) -> Check:
@@ -49,9 +51,22 @@ def device_check(diagnosis: Diagnosis, has_driver: bool) -> Check:
     return Check("device", Status.OK, finding)
 
 
-def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
-    """Yield the sizes of a model's weights and KV cache, their sum beside the free memory, and a bound of the speed."""
-    options = HeadwayConfig(model=str(directory)).replica_options()
+def ranks_check(diagnosis: Diagnosis, num_ranks: int) -> Check:
+    """Check that there is a GPU for each rank."""
+    needed = (
+        f"needs {num_ranks} GPUs of {decimal(diagnosis['gpu_memory_bytes'])}, this node has {diagnosis['num_gpus']}"
+    )
+    if diagnosis["num_gpus"] < num_ranks:
+        return Check("GPUs", Status.FAIL, needed, "lower tensor_parallel_size: a replica does not span nodes")
+    return Check("GPUs", Status.OK, needed)
+
+
+def memory_checks(directory: Path, diagnosis: Diagnosis, num_ranks: int = 1) -> Iterator[Check]:
+    """Yield the sizes of a model's weights and KV cache, their sum beside the free memory, and a bound of the speed.
+
+    Sizes of a KV cache are those of each of `num_ranks` ranks, with a GPU those of weights, too.
+    """
+    options = HeadwayConfig(model=str(directory), tensor_parallel_size=num_ranks).replica_options()
     try:
         on_gpu = weights_on_gpu(
             directory, diagnosis["dtype"], diagnosis["value_bytes"], keeps_bits=diagnosis["keeps_bits"]
@@ -64,6 +79,9 @@ def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
     if diagnosis["is_gpu"]:
         weight_bytes = on_gpu.num_bytes
         form = f"{on_gpu.description}; with quantization=fp8 {decimal(on_gpu.num_bytes_in_fp8)}"
+        if num_ranks > 1:
+            weight_bytes = diagnosis["model"]["num_values"] * diagnosis["value_bytes"]
+            form += f", cut for {num_ranks} GPUs"
     yield Check("weights", Status.OK, f"{decimal(weight_bytes)} ({on_gpu.num_values:,} weights, {form})")
     has_cache = bool(diagnosis["model"]["kv_bytes_per_token"])
     if has_cache and not diagnosis["model"]["has_experts"]:
@@ -73,7 +91,7 @@ def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
         cache_bytes = max(0, free - weight_bytes) if has_cache else 0
         total = weight_bytes + cache_bytes
     else:
-        free, cache_bytes, total = available_memory_bytes(), on_cpu.kv_cache, on_cpu.total
+        free, cache_bytes, total = available_memory_bytes(), on_cpu.kv_cache // num_ranks, on_cpu.total
     slot_bytes = diagnosis["model"]["state_slot_bytes"]
     if slot_bytes:
         finding, has_gpu = f"{decimal(cache_bytes)} for KV cache and recurrent state", diagnosis["is_gpu"]
@@ -115,9 +133,12 @@ def _cache_check(cache_bytes: int, diagnosis: Diagnosis) -> Check:
     return Check("KV cache", Status.WARN, finding, f"no request of full length fits: {remedy} or lower max_model_len")
 
 
-def _diagnose(directory: Path | None) -> Diagnosis | Check:
+def _diagnose(directory: Path | None, num_ranks: int) -> Diagnosis | Check:
     """Return the diagnosis that the process prints, or a failed check."""
-    models = [HeadwayConfig(model=DEMO_MODEL_NAME).model_path, *(() if directory is None else (str(directory),))]
+    models = [
+        HeadwayConfig(model=DEMO_MODEL_NAME).model_path,
+        *(() if directory is None else (str(directory), str(num_ranks))),
+    ]
     try:
         line = run_module("the check of the kernels", _MODULE, *models, cpu_limit_s=_CPU_LIMIT_S, has_gpu=True)
     except ModelLoadError as error:

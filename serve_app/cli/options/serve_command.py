@@ -13,7 +13,7 @@ _ALL = "headway.help_all"
 _COMMON = {
     "Model": ("model", "served_model_name", "chat_template", "max_model_len", "dtype", "quantization"),
     "Address": ("host", "port", "api_key", "api_key_file", "profile"),
-    "Replicas and GPUs": ("num_replicas", "num_gpus_per_replica", "gpu_memory_utilization"),
+    "Replicas and GPUs": ("num_replicas", "tensor_parallel_size", "num_gpus_per_replica", "gpu_memory_utilization"),
     "Limits": ("max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "kv_cache_dtype"),
     "Others": ("config", "data_dir", "access_log", "log_format", "help", "help_all"),
 }

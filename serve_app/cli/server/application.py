@@ -47,8 +47,12 @@ def deploy(config: HeadwayConfig, address: Address, access_log_socket: str | Non
     from ray.exceptions import RayActorError
 
     from serve_app.app import build_with
+    from serve_app.deployments.rollout import RolloutRefused
 
-    built = build_with(config, access_log_socket=access_log_socket, ray_dashboard_url=ray_dashboard_url)
+    try:
+        built = build_with(config, access_log_socket=access_log_socket, ray_dashboard_url=ray_dashboard_url)
+    except RolloutRefused as error:
+        raise ApplicationFailed(f"the application did not start: {error}") from error
     target = serve.RunTarget(built, name=NAME)
     with ThreadPoolExecutor(1, "serve-start") as executor:
         # Serve's start waits for its proxies. The application needs only the controller, which is there at once.

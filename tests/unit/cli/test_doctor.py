@@ -9,13 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from serve_app.cli.checks.machine_checks import Check, Status, folder_check, machine_checks, port_check
-from serve_app.cli.checks.model_checks import device_check, memory_checks
+from serve_app.cli.checks.model_checks import device_check, memory_checks, ranks_check
 from serve_app.cli.main import app
 from serve_app.config import DEMO_MODEL_NAME, HeadwayConfig
 
 DEMO = Path(HeadwayConfig(model=DEMO_MODEL_NAME).model_path)
 ON_CPU: dict[str, Any] = {
     "is_gpu": False,
+    "num_gpus": 0,
     "gpu_memory_bytes": 0,
     "dtype": "bfloat16",
     "value_bytes": 2,
@@ -28,6 +29,7 @@ ON_CPU: dict[str, Any] = {
         "max_model_len": 100,
         "kv_bytes_of_longest": 100 * 2**20,
         "has_experts": False,
+        "num_values": 10**7,
     },
 }
 
@@ -94,6 +96,15 @@ def test_a_gpu_that_torch_does_not_find_is_warned_of() -> None:
     assert device_check(on_cpu, has_driver=True).status is Status.WARN
     assert device_check(on_cpu, has_driver=False).status is Status.OK
     assert device_check(on_gpu, has_driver=True).status is Status.OK
+
+
+def test_each_rank_needs_a_gpu_of_this_node() -> None:
+    on_gpu = ON_CPU | {"is_gpu": True, "num_gpus": 1, "gpu_memory_bytes": 80 * 10**9}
+    check = ranks_check(on_gpu, 2)
+    assert (check.status, check.finding) == (Status.FAIL, "needs 2 GPUs of 80.0 GB, this node has 1")
+    assert ranks_check(on_gpu | {"num_gpus": 2}, 2).status is Status.OK
+    weights = by_name(list(memory_checks(DEMO, on_gpu, 2)))["weights"].finding
+    assert weights.startswith("20.0 MB") and weights.endswith("cut for 2 GPUs)")
 
 
 def test_weights_that_are_not_whole_fail(tmp_path: Path) -> None:

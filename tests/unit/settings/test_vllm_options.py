@@ -104,7 +104,7 @@ def test_the_format_of_a_checkpoint_is_not_asked_for() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["-tp", "2"], f"tensor_parallel_size=2 is refused. {REFUSED['tensor_parallel_size'].sentence}"),
+        (["-pp", "2"], f"pipeline_parallel_size=2 is refused. {REFUSED['pipeline_parallel_size'].sentence}"),
         (["--trust_remote_code"], f"trust_remote_code=true is refused. {REFUSED['trust_remote_code'].sentence}"),
         (["-O3"], f"optimization_level=3 is refused. {REFUSED['optimization_level'].sentence}"),
         (["seed=1"], f"seed=1 is refused. {REFUSED['seed'].sentence}"),
@@ -120,10 +120,10 @@ def test_the_command_takes_vllms_options(words: list[str], line: str | None) -> 
 
 def test_a_config_file_takes_vllms_options(tmp_path: Path) -> None:
     path = tmp_path / "vllm.yaml"
-    path.write_text("tensor-parallel-size: 2\nenable-auto-tool-choice: true\nenable_lora: true\n")
+    path.write_text("pipeline-parallel-size: 2\nenable-auto-tool-choice: true\nenable_lora: true\n")
     refused = CliRunner().invoke(app, ["serve", "--config", str(path)])
     assert refused.exit_code == 2
-    assert "tensor_parallel_size=2 is refused." in refused.stderr and "enable_lora=true is refused." in refused.stderr
+    assert "pipeline_parallel_size=2 is refused." in refused.stderr and "enable_lora=true is refused." in refused.stderr
     assert "enable_auto_tool_choice" not in refused.stderr
 
 

@@ -1,0 +1,45 @@
+"""Main module of a rank process: `python -m replicas.model.ranks.main`, with a `RankTask` in standard input."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import traceback
+
+from replicas.errors import ModelLoadError
+from replicas.model.ranks.leading_runner import FollowingRunner
+from replicas.model.ranks.parts import joined_part
+from replicas.model.ranks.processes import RankTask
+from replicas.model.ranks.ring import RingReader
+
+
+def main() -> None:
+    """Load the rank's part of the model, and run the steps of the first rank until that ends."""
+    task: RankTask = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_first_rank, name="watchdog", daemon=True).start()
+    try:
+        part = joined_part(task.options, task.share, task.meeting_file)
+        FollowingRunner(part.runner, RingReader(task.ring, task.share.rank - 1)).follow()
+    except ModelLoadError as error:
+        _end(task, str(error))
+    except Exception as error:
+        traceback.print_exc()
+        _end(task, f"{type(error).__name__}: {error}")
+
+
+def _end_with_first_rank() -> None:
+    """End this process when standard input ends, whatever it is doing."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _end(task: RankTask, error: str) -> None:
+    """End the process at once: libraries may wait for the other ranks at a usual end."""
+    os.pwrite(task.error_file, error.encode(), 0)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""First rank of a small replica, in a process of its own that tests may kill: `python -m testkit.model.rank_leader`."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from replicas.engine.config import EngineLimits
+from replicas.model.loading.options import ModelOptions, RunnerOptions
+from replicas.model.ranks.parts import lead_ranks
+from replicas.options import ReplicaOptions
+
+
+def main() -> None:
+    """Load the checkpoint of the command line on two ranks, print `ready`, and wait."""
+    model = ModelOptions(
+        sys.argv[1], dtype="float32", device="cpu", max_model_len=128, kernel_cache_dir=None, tensor_parallel_size=2
+    )
+    limits = EngineLimits(block_size=16, max_num_seqs=4, max_num_batched_tokens=64)
+    lead_ranks(ReplicaOptions(model, RunnerOptions(kv_cache_bytes=2**20), limits))
+    print("ready", flush=True)
+    while True:
+        time.sleep(60.0)
+
+
+if __name__ == "__main__":
+    main()

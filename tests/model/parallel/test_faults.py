@@ -1,0 +1,125 @@
+"""Ranks that differ, fail or die end their replica, and leave no process behind."""
+
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from replicas.engine.batch import ScheduledBatch
+from replicas.errors import ModelLoadError
+from replicas.model.loading.config import read_config
+from replicas.model.parallel.shares import ModelCuts, Share
+from replicas.model.ranks.leading_runner import RankMessage
+from replicas.model.ranks.ring import RankLost, RingReader
+from replicas.protocol import SamplingParams
+from testkit.model.cached_checkpoints import cached_checkpoint
+from testkit.model.engine_runs import build_engine, load, random_prompts, requests_for, run, tokens
+from testkit.model.rank_threads import following, load_parts
+from testkit.model.tiny_checkpoints import write_checkpoint
+
+PROMPTS = random_prompts((5, 33))
+SEEDED = SamplingParams(max_tokens=40, temperature=1.0, seed=7)
+_LIMIT_S = 120.0
+
+
+class FlippingReader(RingReader):
+    """Reader that changes the random number of the first row from the `first`-th message on."""
+
+    num_left = 6
+
+    def read(self, limit_s: float) -> bytes | None:
+        message = super().read(limit_s)
+        if message is None:
+            return None
+        self.num_left -= 1
+        found: RankMessage = pickle.loads(message)
+        if self.num_left >= 0 or found.step is None or found.step.sampling is None:
+            return message
+        plan = found.step.sampling.full
+        assert plan is not None
+        # A quarter of the other end of [0, 1), whatever the number was.
+        found.step.words[plan.columns.start] = _flipped(found.step.words[plan.columns.start])
+        return pickle.dumps(found)
+
+
+def _flipped(word: int) -> int:
+    import struct
+
+    uniform = struct.unpack("d", struct.pack("q", word))[0]
+    return int(struct.unpack("q", struct.pack("d", (uniform + 0.5) % 1.0))[0])
+
+
+def test_a_rank_that_draws_another_number_ends_the_replica() -> None:
+    parts = load_parts(cached_checkpoint("llama"), 2)
+    with following(parts, make_reader=FlippingReader) as ranks:
+        with pytest.raises(RankLost, match="rank 1 has sampled other tokens than rank 0 in step"):
+            run(ranks.engine(), requests_for(PROMPTS, SEEDED))
+        with pytest.raises(RankLost, match="an earlier step failed: rank 1 has sampled other tokens"):
+            ranks.leading.launch(ScheduledBatch())
+
+
+def test_a_step_that_cannot_be_planned_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its message was not published, so the ranks are still the same."""
+    expected = tokens(build_engine(load(cached_checkpoint("llama"))), PROMPTS, SEEDED)
+    with following(load_parts(cached_checkpoint("llama"), 2)) as ranks:
+        planner = ranks.runners[0].planner
+        plan, num_plans = planner.plan, iter(range(1000))
+
+        def failing(batch: ScheduledBatch) -> object:
+            if next(num_plans) == 5:
+                raise ValueError("cannot plan")
+            return plan(batch)
+
+        monkeypatch.setattr(planner, "plan", failing)
+        assert tokens(ranks.engine(), PROMPTS, SEEDED) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_ranks", "reason"),
+    [
+        ("llama", 3, r"is 3, which does not divide the 4 heads of self_attn.q_proj .*; 1, 2 and 4 do"),
+        ("gpt2", 2, "tensor_parallel_size is 2, and models of that type run on one device alone: set it to 1"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(architecture: str, num_ranks: int, reason: str) -> None:
+    with pytest.raises(ModelLoadError, match=reason):
+        ModelCuts(read_config(str(cached_checkpoint(architecture))), Share(0, num_ranks))
+
+
+def test_inner_sizes_and_kv_heads_are_checked(tmp_path: Path) -> None:
+    config = read_config(str(write_checkpoint(tmp_path, with_tokenizer=False, intermediate_size=130)))
+    with pytest.raises(ModelLoadError, match=r"mlp.down_proj \(intermediate_size: 130\); 1 and 2 do"):
+        ModelCuts(config, Share(0, 4))
+    config.num_attention_heads, config.num_key_value_heads = 12, 3
+    with pytest.raises(ModelLoadError, match=r"the 3 heads of self_attn.k_proj .*; only 1 does"):
+        ModelCuts(config, Share(0, 2))
+
+
+@contextmanager
+def replica() -> Iterator[tuple[psutil.Process, psutil.Process]]:
+    """Start a replica of two ranks in processes; yield both."""
+    command = [sys.executable, "-m", "testkit.model.rank_leader", str(cached_checkpoint("llama"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        process = psutil.Process(first.pid)
+        try:
+            assert first.stdout is not None
+            assert first.stdout.readline() == "ready\n"
+            [other] = process.children()
+            yield process, other
+        finally:
+            first.kill()
+
+
+@pytest.mark.parametrize("is_first", [True, pytest.param(False, marks=pytest.mark.deep)], ids=["first", "other"])
+def test_a_killed_rank_takes_the_others_with_it(is_first: bool) -> None:
+    with replica() as (first, other):
+        victim, survivor = (first, other) if is_first else (other, first)
+        victim.send_signal(signal.SIGKILL)
+        gone, alive = psutil.wait_procs([victim, survivor], timeout=_LIMIT_S)
+        assert not alive and len(gone) == 2
