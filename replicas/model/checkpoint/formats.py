@@ -110,6 +110,10 @@ class Weights:
         plain = sum(tensor.num_values for tensor in self.plain.values())
         return plain + sum(math.prod(weight.layout.shape) for weight in self.quantized.values())
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight, once it is dense."""
+        return self.plain[name].shape if name in self.plain else self.quantized[name].layout.shape
+
     def description(self, dtype: str, kept_names: Collection[str] = ()) -> str:
         """Return the formats of the weights and what becomes of them in a replica that computes in `dtype`.
 

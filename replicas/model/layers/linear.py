@@ -39,6 +39,8 @@ class KeptLinears:
     """Makes a layer from a weight on the CPU and a bias, for inputs and outputs of a dtype."""
     products: PanelProducts | None = None
     """Products with the weights of experts; None: those become dense."""
+    rounds: Callable[[Tensor], QuantizedLinear] | None = None
+    """Rounds each dense weight when it has been read, so that a device never holds them all; None: they stay dense."""
 
 
 _log = logging.getLogger(__name__)
@@ -99,9 +101,15 @@ def kept_groups() -> KeptLinears:
     return KeptLinears(is_kept, lambda weight, bias, dtype: GroupedLinear(pack_groups(weight), bias, dtype))
 
 
-def kept_panels(products: PanelProducts) -> KeptLinears:
-    """Return the layers that keep bits on a GPU."""
-    return KeptLinears(has_panels, partial(panel_linear, products), products)
+def kept_panels(
+    products: PanelProducts, quantization: str = "none", *, rounds_again: bool = False
+) -> KeptLinears:  # fmt: skip
+    """Return the layers that keep bits on a GPU; if the quantization `rounds_again`, not those of a checkpoint."""
+    make = partial(panel_linear, products)
+    rounds = None if quantization in ("none", "fp8_w8a8") else ROUNDINGS[quantization]
+    if rounds_again:
+        return KeptLinears(lambda _: False, make, None, rounds)
+    return KeptLinears(has_panels, make, products, rounds)
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:

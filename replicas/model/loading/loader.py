@@ -183,9 +183,10 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
     tokenizer = tokenizer_of(options.path)
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     products = choose_products(config, options, dtype, device)
-    kept = kept_groups() if has_kernels else None if products is None else kept_panels(products)
-    if options.quantization in ROUNDS_AGAIN:
-        kept = None
+    rounds_again = options.quantization in ROUNDS_AGAIN
+    kept = kept_groups() if has_kernels and not rounds_again else None
+    if products is not None:
+        kept = kept_panels(products, options.quantization, rounds_again=rounds_again)
     cuts = None if ranks is None else ModelCuts(config, ranks.share)
     weights = load_weights(
         options.path,

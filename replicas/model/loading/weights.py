@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from replicas.model.checkpoint.formats import QuantizedWeight, Weights
 from replicas.model.checkpoint.lazy_weights import LazyWeight, WeightReader
 from replicas.model.layers.experts import are_experts
 from replicas.model.layers.kept_experts import kept_experts
-from replicas.model.layers.linear import KeptLinears
+from replicas.model.layers.linear import KeptLinears, can_multiply
 from replicas.model.loading.checks import read_weights
 from replicas.model.pooling.encoder import TextEncoder
 from replicas.model.pooling.kinds import is_encoder
@@ -67,10 +67,13 @@ def load_weights(
     weights = read_weights(directory)
     reader = WeightReader(weights, dtype)
     state = reader.lazy(cutter)
-    linears, experts = ({}, {}) if kept is None else _kept_layers(weights, config, kept)
+    layers = _KeptLayers() if kept is None else _kept_layers(weights, config, kept)
+    linears, experts = layers.linears, layers.experts
     for name in {name for each in experts.values() for name in each.weights.names()}:
         del state[name]
+    to_round = {name: state[weight] for name, weight in layers.rounded.items()}
     shapes = {weight.name: weight.layout.shape for weight in linears.values()}
+    shapes |= {name: weights.shape_of(name) for name in layers.rounded.values()}
     for name, shape in chain(shapes.items(), *(each.shapes.items() for each in experts.values())):
         # Zeros that share one number in memory; the layer is replaced below.
         state[name] = LazyWeight(partial(torch.zeros(1, dtype=dtype, device=device).expand, shape))
@@ -79,6 +82,11 @@ def load_weights(
         assert kept is not None
         linear = loaded.get_submodule(name)
         loaded.set_submodule(name, kept.make(reader.quantized(weight), linear.bias, linear.weight.dtype))
+    for name, lazy in to_round.items():
+        assert kept is not None and kept.rounds is not None
+        linear = loaded.get_submodule(name)
+        dense = lazy[...].to(device, linear.weight.dtype)
+        loaded.set_submodule(name, kept.make(kept.rounds(dense), linear.bias, dense.dtype))
     for name, each in experts.items():
         assert kept is not None and kept.products is not None
         original = loaded.get_submodule(name)
@@ -100,24 +108,44 @@ class _KeptExperts:
     shapes: Mapping[str, torch.Size]
 
 
-def _kept_layers(
-    weights: Weights, config: PretrainedConfig, kept: KeptLinears
-) -> tuple[dict[str, QuantizedWeight], dict[str, _KeptExperts]]:
-    """Return the weights that keep their bits, by the names of the model's modules: linear layers, and experts."""
+@dataclass(frozen=True, slots=True)
+class _KeptLayers:
+    """Layers whose weights have 4 or 8 bits, by the names of the model's modules."""
+
+    linears: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    experts: Mapping[str, _KeptExperts] = field(default_factory=dict)
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    """Names of the dense weights that are rounded."""
+
+
+def _kept_layers(weights: Weights, config: PretrainedConfig, kept: KeptLinears) -> _KeptLayers:
     kept_weights = {name: weight for name, weight in weights.quantized.items() if kept.keeps(weight)}
-    if not kept_weights:
-        return {}, {}
+    if not kept_weights and kept.rounds is None:
+        return _KeptLayers()
     model = _without_values(config)
     modules, names = dict(model.named_modules()), _ModelNames(model)
-    linears = {names.module_of(name, "weight"): weight for name, weight in kept_weights.items()}
     found = {} if kept.products is None else find_expert_weights(weights)
     experts = {names.module_of(f"{name}.{DOWN}", DOWN): each for name, each in found.items()}
-    return (
-        {name: weight for name, weight in linears.items() if type(modules.get(name)) is nn.Linear},
+
+    def linears_of(weight_names: Iterable[str]) -> dict[str, str]:
+        by_module = {names.module_of(name, "weight"): name for name in weight_names}
+        return {module: name for module, name in by_module.items() if type(modules.get(module)) is nn.Linear}
+
+    dense = () if kept.rounds is None else (weights.plain.keys() | weights.quantized.keys()) - kept_weights.keys()
+    return _KeptLayers(
+        {module: kept_weights[name] for module, name in linears_of(kept_weights).items()},
         {
             name: _KeptExperts(each, {f"{name}.{layer}": getattr(modules[name], layer).shape for layer in each.layers})
             for name, each in experts.items()
             if name in modules and _fits(modules[name], each)
+        },
+        {
+            module: name
+            for module, name in linears_of(dense).items()
+            # The output layer may be the embedding, or be read by a head.
+            if names.is_unchanged(name)
+            and modules[module] is not model.get_output_embeddings()
+            and can_multiply(modules[module].weight)
         },
     )
 
@@ -126,13 +154,23 @@ class _ModelNames:
     """Names of a model's modules, whose weights some checkpoints have under other names, which transformers changes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._changes = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+        changes = get_model_conversion_mapping(model)
+        self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+        self._others = [change for change in changes if not isinstance(change, WeightRenaming)]
 
     def module_of(self, weight: str, suffix: str) -> str:
         """Return the module of a weight of the checkpoint, without the weight's own name, `suffix`."""
-        for change in self._changes:
-            weight, _ = change.rename_source_key(weight)
-        return weight.removesuffix(f".{suffix}")
+        return self._renamed(weight).removesuffix(f".{suffix}")
+
+    def is_unchanged(self, weight: str) -> bool:
+        """Return True if transformers takes the weight's values as they are."""
+        name = self._renamed(weight)
+        return all(change.rename_source_key(name)[1] is None for change in self._others)
+
+    def _renamed(self, weight: str) -> str:
+        for renaming in self._renamings:
+            weight, _ = renaming.rename_source_key(weight)
+        return weight
 
 
 def _fits(experts: nn.Module, weights: ExpertWeights) -> bool:

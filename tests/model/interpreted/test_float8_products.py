@@ -6,8 +6,10 @@ pytest.importorskip("triton")
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from replicas.errors import ModelLoadError
+from replicas.model.layers import float8_linear
 from replicas.model.layers.float8_linear import Float8Linear, check_float8, round_rows
 from replicas.model.layers.triton_panels import TritonPanels
 from replicas.model.loading import loader
@@ -59,6 +61,16 @@ def test_a_fault_of_the_rounding_is_found() -> None:
         return numbers, scales * 1.01
 
     assert "a product of rounded rows" in str(check_float8(wrong, torch.float32, CPU))
+
+
+def test_a_version_of_torch_whose_products_hang_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Tensor) -> tuple[Tensor, Tensor]:
+        raise AssertionError("the products were tried")
+
+    monkeypatch.setattr(float8_linear, "compute_capability", lambda _: 89)
+    for version, words in (("2.11.0", "8.9 torch 2.11.0 hangs"), ("2.12.0", "the products were tried")):
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        assert words in str(check_float8(fails, torch.float32, CPU))
 
 
 def test_the_tokens_are_those_of_a_cpu() -> None:

@@ -99,6 +99,17 @@ def test_kept_experts_give_the_tokens_of_the_dequantized_model(
     check_equals_generate(build_engine(loaded), path.parent / "dense", random_prompts((5, 9)), max_tokens=2)
 
 
+def test_experts_in_an_order_of_activations_become_dense(tmp_path: Path) -> None:
+    """A product with experts would need the inputs of each expert in another order."""
+    method = replace(METHODS["GPTQ desc_act"], is_quantized=lambda weight: weight.endswith(LINEARS))
+    path = quantize_checkpoint(cached_checkpoint("mixtral"), tmp_path, method)
+    found = weights_on_gpu(path, "float32", 4, keeps_bits=True)
+    assert found.description == "GPTQ, 4-bit, kept in 4 bits, 36 of 48 dequantized to float32"
+    loaded = load_in_panels(path, TritonPanels(CPU))
+    assert loaded.weights == found.description
+    assert not any(isinstance(module, FusedExperts) for module in loaded.model.modules())
+
+
 def _padding_bytes(panels: Panels) -> int:
     """Return the bytes that fill the last panels and units."""
     numbers = math.prod(panels.scales.shape[:-2]) * panels.num_outputs * panels.num_inputs

@@ -28,7 +28,7 @@ from replicas.model.loading import loader
 from replicas.model.loading.config import read_config
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.memory import weights_on_gpu
-from replicas.model.loading.options import ModelOptions
+from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions
 from replicas.model.loading.weights import load_weights
 from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint
@@ -229,7 +229,8 @@ KEPT = {
 
 def load_in_panels(path: Path, products: TritonPanels, quantization: str = "none") -> LoadedModel:
     """Load a checkpoint as on a GPU: weights in panels, but the other layers in plain torch."""
-    weights = load_weights(str(path), read_config(str(path)), torch.float32, kept=kept_panels(products))
+    kept = kept_panels(products, quantization, rounds_again=quantization in ROUNDS_AGAIN)
+    weights = load_weights(str(path), read_config(str(path)), torch.float32, kept=kept)
     model = weights.model.eval()
     port = AttentionPort(model)
     layers = probe_attention(model, port)
@@ -298,11 +299,26 @@ def test_dense_weights_are_rounded_as_on_a_cpu(quantization: str) -> None:
     path = cached_checkpoint("llama")
     loaded = load_in_panels(path, TritonPanels(CPU), quantization)
     layers = [module for module in loaded.model.modules() if isinstance(module, PanelLinear)]
-    assert len(layers) == 13 and {layer.panels.format.bits for layer in layers} == {4 if quantization == "int4" else 8}
+    # Keys and values have half a panel of outputs: they are not joined.
+    assert len(layers) == 19 and {layer.panels.format.bits for layer in layers} == {4 if quantization == "int4" else 8}
     if quantization == "fp8":
         found = weights_on_gpu(path, "float32", 4, keeps_bits=True)
         padding = sum(layer.panels.numbers.nbytes - layer.out_features * layer.in_features for layer in layers)
         assert found.num_bytes_in_fp8 == pytest.approx(taken_bytes(loaded.model) - padding, rel=0.02)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+def test_dense_weights_are_rounded_as_they_are_read(quantization: str) -> None:
+    """A device never holds them all. The output layer may be the embedding: it is rounded later."""
+    path = str(cached_checkpoint("llama"))
+    kept = kept_panels(TritonPanels(CPU), quantization)
+    model = load_weights(path, read_config(path), torch.float32, kept=kept).model
+    assert [name for name, module in model.named_modules() if type(module) is nn.Linear] == ["lm_head"]
+    dense = (
+        load_weights(path, read_config(path), torch.float32).model.get_submodule("model.layers.1.mlp.up_proj").weight
+    )
+    expected = ROUNDINGS[quantization](dense).dense(torch.float32)
+    assert torch.equal(model.get_submodule("model.layers.1.mlp.up_proj").weight, expected)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", pytest.param("gpt_oss-window", marks=pytest.mark.deep)])
