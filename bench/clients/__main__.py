@@ -1,8 +1,9 @@
 """Sweep of clients against a real server with a scripted model: `python -m bench.clients [--only openai-python,...]`.
 
 Each client runs in an environment of its own, which is made at its first run (`~/.cache/headway-bench/clients`), and is
-checked in four ways: text, stream, structured output and tools. The outcomes go to `bench/results/clients.json`. With
-`--only` the other clients keep theirs. The exit code is 1 if a client of the gate does not pass.
+checked in four ways: text, stream, structured output and tools, or by embeddings. The outcomes go to
+`bench/results/clients.json`. With `--only` the other clients keep theirs. The exit code is 1 if a client of the gate
+does not pass.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from bench.clients.page import GATE, NAME, WAYS
 from bench.clients.scenario import MODEL, SCENARIO, SCRIPTS
 from bench.record import RESULTS, write
 from bench.serving import REAL, serving
+from testkit.model.pooling_checkpoints import PoolingFiles
 from testkit.model.scripted_checkpoint import write_scripted_checkpoint
 
 _LIMIT_S = 300.0
@@ -54,6 +56,8 @@ def run_all(clients: list[Client]) -> dict[str, Outcome]:
     """Serve the scripted model and run the clients against it."""
     with tempfile.TemporaryDirectory(prefix="hw-clients-") as folder:
         checkpoint = write_scripted_checkpoint(Path(folder) / MODEL, SCRIPTS, _CONTEXT)
+        hidden_size = json.loads((checkpoint / "config.json").read_text())["hidden_size"]
+        PoolingFiles("mean").write(checkpoint, hidden_size)
         options = {"model": checkpoint, "served_model_name": MODEL, "kv_cache_bytes": _KV_CACHE_BYTES}
         with serving(REAL, options) as served:
             return run_at(f"{served.url}/v1", clients)

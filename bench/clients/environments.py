@@ -111,5 +111,15 @@ CLIENTS = (
     Client("openai-agents-stored", "openai_agents_stored.py", ("openai-agents",)),
     Client("litellm-responses", "litellm_responses.py", ("litellm", "mcp")),
     Client("codex", "codex.mjs", ("@openai/codex-linux-x64@npm:@openai/codex@0.171.0-linux-x64",)),
+    *(
+        Client(f"{library}-embeddings", "vectors_client.py", packages, (library,))
+        for library, packages in (
+            ("openai", ("openai",)),
+            ("langchain", ("langchain-openai",)),
+            ("litellm", ("litellm",)),
+            ("llama-index", ("llama-index-embeddings-openai-like",)),
+            ("qdrant", ("qdrant-client", "openai")),
+        )
+    ),
     Client("outlines", "outlines_client.py", ("outlines[openai]",)),
 )

@@ -11,6 +11,8 @@ from bench.record import RESULTS
 
 NAME = "clients"
 WAYS = ("text", "stream", "structured", "tools")
+EMBEDDINGS = "embeddings"
+"""The only way of some clients."""
 GATE = (
     "openai-python", "openai-node", "openai-agents", "langchain", "pydantic-ai", "instructor", "litellm", "llama-index",
     "ai-sdk", "openai-responses", "openai-responses-node", "openai-agents-responses", "openai-stored",
@@ -29,7 +31,8 @@ A client takes the server's address as its base URL, such as `http://127.0.0.1:8
 file is configured. Codex takes them as `base_url` of a provider with `wire_api = "responses"`. Anthropic's clients take
 the address without `/v1`, Claude Code as `ANTHROPIC_BASE_URL`. It takes an unknown model's context for a million
 tokens: set `CLAUDE_CODE_AUTO_COMPACT_WINDOW` to the real number, at least 100000.
-litellm needs the package `mcp` for tools. A dash: the client has no such feature.
+litellm needs the package `mcp` for tools. A dash: the client has no such feature. The second table is of texts embedded
+and searched, with Qdrant in its own store.
 """
 
 
@@ -40,20 +43,28 @@ def page() -> str:
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield _INTRODUCTION
-    yield "| client | versions | text | stream | structured output | tools |"
-    yield "|---" * (2 + len(WAYS)) + "|"
     notes: list[str] = []
-    for name, outcome in result["clients"].items():
-        versions = ", ".join(f"{package} {number}" for package, number in outcome.get("versions", {}).items())
-        cells = [_cell(outcome["ways"].get(way), name, way, notes) for way in WAYS]
-        if "reason" in outcome:
-            notes.append(f"{name}: {_line(outcome['reason'])}")
-        yield f"| {name} | {versions or '-'} | {' | '.join(cells)} |"
-    yield ""
+    tables = {WAYS: "text | stream | structured output | tools", (EMBEDDINGS,): EMBEDDINGS}
+    for ways, titles in tables.items():
+        yield f"| client | versions | {titles} |"
+        yield "|---" * (2 + len(ways)) + "|"
+        for name, outcome in result["clients"].items():
+            if name.endswith(f"-{EMBEDDINGS}") == (EMBEDDINGS in ways):
+                yield _row(name, outcome, ways, notes)
+        yield ""
     if notes:
         yield from (f"- {note}" for note in notes)
         yield ""
     yield origin(NAME, result)
+
+
+def _row(name: str, outcome: dict[str, Any], ways: tuple[str, ...], notes: list[str]) -> str:
+    """Return the row of a client; reasons of failures become notes."""
+    versions = ", ".join(f"{package} {number}" for package, number in outcome.get("versions", {}).items())
+    cells = [_cell(outcome["ways"].get(way), name, way, notes) for way in ways]
+    if "reason" in outcome:
+        notes.append(f"{name}: {_line(outcome['reason'])}")
+    return f"| {name} | {versions or '-'} | {' | '.join(cells)} |"
 
 
 def _cell(way: dict[str, str] | None, name: str, title: str, notes: list[str]) -> str:

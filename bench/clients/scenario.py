@@ -48,6 +48,7 @@ SCENARIO: dict[str, Any] = {
         "task": "Mend calc.py and run its test.",
     },
     "handoff": {"question": "Ask the helper.", "agent": "Helper", "answer": OF_HELPER},
+    "documents": ["The sea is deep.", "A mountain is high.", "Rain falls on the plain."],
     "person": {"question": "Extract the person: Ada Lovelace.", "name": "Ada Lovelace", "ages": [36, 37, 38, 39, 40]},
 }
 """Questions and answers that the programs get."""

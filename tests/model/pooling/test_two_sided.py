@@ -1,10 +1,13 @@
 """Whole texts of encoders and two-sided decoders against transformers' own models, packed into steps."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from replicas.engine.config import EngineLimits
@@ -26,6 +29,10 @@ CASES = {
     "nomic_bert": PoolingFiles("mean"),
     "gemma3_text": PoolingFiles("mean"),
 }
+
+
+def write_bert_scorer(path: Path) -> Path:
+    return write_classifier(path, "bert")
 
 
 def engine_of(loaded: LoadedModel) -> Engine:
@@ -52,6 +59,31 @@ def test_vectors_of_whole_texts_are_those_of_transformers(tmp_path: Path, family
     assert not loaded.generates and not loaded.layers
     torch.testing.assert_close(outputs(loaded, texts), expected_vectors(path, texts, CASES[family]), atol=1e-5, rtol=0)
     assert check_model(path).kv_numbers is None
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_vectors_in_bfloat16_are_near_those_in_float32(tmp_path: Path, family: str) -> None:
+    path, texts = write_encoder(tmp_path, family, CASES[family]), random_prompts(LENGTHS)
+    found, expected = outputs(load(path, dtype="bfloat16"), texts), expected_vectors(path, texts, CASES[family])
+    assert torch.cosine_similarity(found, expected).min() > 0.99
+
+
+@pytest.mark.parametrize("write", [lambda path: write_encoder(path, "bert", PoolingFiles("mean")), write_bert_scorer])
+def test_a_checkpoint_in_several_files_gives_the_same_vectors(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+    texts = random_prompts([5, 40])
+    whole = outputs(load(write(tmp_path / "whole")), texts)
+    path = write(tmp_path / "sharded")
+    (path / "model.safetensors").rename(tmp_path / "model.safetensors")
+    weights = load_file(tmp_path / "model.safetensors")
+    halves = (sorted(weights)[::2], sorted(weights)[1::2])
+    places = {}
+    for number, names in enumerate(halves):
+        file = f"model-{number + 1:05}-of-00002.safetensors"
+        save_file({name: weights[name] for name in names}, path / file, {"format": "pt"})
+        places |= dict.fromkeys(names, file)
+    index = {"metadata": {}, "weight_map": places}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(outputs(load(path), texts), whole)
 
 
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta", "modernbert", "qwen3"])
