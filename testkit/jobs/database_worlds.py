@@ -143,6 +143,7 @@ def _check_batch(connection: Connection, batch: BatchRow, known: set[str]) -> No
     num_ended, num_queued = sum(counts[ended] for ended in _ENDED), counts[LineStatus.QUEUED.value]
     assert (counts.total(), num_ended) == (batch.num_lines, batch.num_completed + batch.num_failed), batch
     assert counts[LineStatus.SUCCEEDED.value] == batch.num_completed, batch
+    assert counts[LineStatus.EXPIRED.value] + counts[LineStatus.CANCELLED.value] == batch.num_undone, batch
     assert (num_queued, waiting_tokens) == (batch.num_queued, batch.waiting_tokens), batch
     if status is BatchStatus.IN_PROGRESS:
         assert batch.num_completed + batch.num_failed < batch.num_lines, batch
