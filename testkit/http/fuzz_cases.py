@@ -156,6 +156,7 @@ class FuzzCases:
             ("/v1/chat/completions", {**common, "messages": messages}),
             ("/v1/responses", {**response, "input": rng.choice(_INPUTS), "stream": rng.random() < 0.4}),
             ("/v1/responses/input_tokens", {"model": self._model, "input": rng.choice(_INPUTS)}),
+            ("/v1/responses/compact", {"model": self._model, "input": rng.choice(_INPUTS)}),
             ("/v1/completions", {**common, "prompt": rng.choice(("the", [1, 2, 3], ["a", "b"], [[1], [2, 3]]))}),
             ("/v1/messages", {**common, "messages": _anthropic_turns(rng)}),
             ("/v1/messages/batches", {"requests": [{"custom_id": "a", "params": {**common}}]}),

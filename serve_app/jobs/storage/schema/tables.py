@@ -269,7 +269,11 @@ response_deltas = Table(
     PrimaryKeyConstraint("response", "position"),
     sqlite_with_rowid=False,
 )
-"""Outputs of responses in the background; each row is one delta, so that every reader sees the same ones."""
+"""Outputs of responses in the background; each row is one delta, so that every reader sees the same ones.
+
+A token takes 4 bytes and those of its text. No bound follows from that: a vocabulary may have tokens of hundreds of
+characters. The text is stored since only replicas have the detokenizer that holds back what may begin a stop string.
+"""
 
 stored = Table(
     "stored",
