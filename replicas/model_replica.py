@@ -25,6 +25,7 @@ from replicas.model.hardware.limits import cpu_limit
 from replicas.model.loading.tokenizer import make_decoder
 from replicas.model.pooling.heads import PoolHead
 from replicas.model.ranks.parts import lead_ranks, load_part
+from replicas.model.ranks.processes import RankOptions
 from replicas.options import ReplicaOptions
 from replicas.protocol import Auto, GenerateRequest, ModelCard, PoolCard, ReplicaIdentity
 from replicas.text.grammar import GrammarCompiler
@@ -94,7 +95,8 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         ModelLoadError: files or options cannot be used, or the KV cache does not fit.
         UnsupportedModel: the model's architecture cannot be served.
     """
-    part = load_part(options) if options.model.tensor_parallel_size == 1 else lead_ranks(options)
+    of_ranks = RankOptions(options.model, options.runner, options.limits)
+    part = load_part(of_ranks) if options.model.tensor_parallel_size == 1 else lead_ranks(of_ranks)
     loaded, runner, limits = part.loaded, part.runner, part.limits
     lowered = describe_lowered(options.limits, limits, runner.num_blocks, len(runner.windows))
     return Backend(

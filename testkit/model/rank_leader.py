@@ -8,7 +8,7 @@ import time
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.model.ranks.parts import lead_ranks
-from replicas.options import ReplicaOptions
+from replicas.model.ranks.processes import RankOptions
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
         sys.argv[1], dtype="float32", device="cpu", max_model_len=128, kernel_cache_dir=None, tensor_parallel_size=2
     )
     limits = EngineLimits(block_size=16, max_num_seqs=4, max_num_batched_tokens=64)
-    lead_ranks(ReplicaOptions(model, RunnerOptions(kv_cache_bytes=2**20), limits))
+    lead_ranks(RankOptions(model, RunnerOptions(kv_cache_bytes=2**20), limits))
     print("ready", flush=True)
     while True:
         time.sleep(60.0)

@@ -50,8 +50,7 @@ class ModelOptions:
     On a CPU fp8 and fp8_w8a8 have the same values and save nothing. none: weights stay as the checkpoint has them."""
 
     tensor_parallel_size: int = setting(1, ge=1, le=8)
-    """GPUs of one machine that compute each step of a replica together, each with its part of every layer. Without a
-    GPU they are processes on the CPU, which is meant for tests."""
+    """GPUs of one node that compute each step of a replica together. On a CPU: as many processes, for tests."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -18,10 +18,9 @@ from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.parallel.rank_group import RankGroup
 from replicas.model.parallel.shares import Share
 from replicas.model.ranks.leading_runner import LeadingRunner
-from replicas.model.ranks.processes import RankProcesses, end_process
+from replicas.model.ranks.processes import RankOptions, RankProcesses, end_process
 from replicas.model.ranks.ring import RingWriter
 from replicas.model.runner import TorchModelRunner
-from replicas.options import ReplicaOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class LoadedPart:
     """Runner for the engine: `runner`, or the one that leads all ranks."""
 
 
-def load_part(options: ReplicaOptions, ranks: RankGroup | None = None) -> LoadedPart:
+def load_part(options: RankOptions, ranks: RankGroup | None = None) -> LoadedPart:
     """Load and warm up the part of a model of one of `ranks`; None: the whole model.
 
     Raises:
@@ -56,7 +55,7 @@ def load_part(options: ReplicaOptions, ranks: RankGroup | None = None) -> Loaded
     return LoadedPart(loaded, runner, limits, time.monotonic() - warmed_s, runner)
 
 
-def joined_part(options: ReplicaOptions, share: Share, meeting_file: Path) -> LoadedPart:
+def joined_part(options: RankOptions, share: Share, meeting_file: Path) -> LoadedPart:
     """Join the other ranks, and load this rank's part of the model. See `load_part`."""
     group = RankGroup(share, _device_of(options, share.rank), meeting_file)
     part = load_part(options, group)
@@ -87,7 +86,7 @@ class _Start:
             raise ModelLoadError(self.reason)
 
 
-def lead_ranks(options: ReplicaOptions) -> LoadedPart:
+def lead_ranks(options: RankOptions) -> LoadedPart:
     """Start the other ranks of a model in processes, load the first rank's part, and lead them. See `load_part`."""
     share, start = Share(0, options.model.tensor_parallel_size), _Start()
     device = _device_of(options, 0)
@@ -105,7 +104,7 @@ def lead_ranks(options: ReplicaOptions) -> LoadedPart:
     return LoadedPart(part.loaded, part.runner, part.limits, part.warm_step_s, leading)
 
 
-def _device_of(options: ReplicaOptions, rank: int) -> torch.device:
+def _device_of(options: RankOptions, rank: int) -> torch.device:
     """Return the device of a rank; of the GPUs that the process sees, it is the one with the rank's number.
 
     Raises:

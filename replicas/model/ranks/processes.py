@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from replicas.engine.config import EngineLimits
+from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.model.parallel.shares import Share
 from replicas.model.ranks.ring import RingFiles
-from replicas.options import ReplicaOptions
 
 _log = logging.getLogger(__name__)
 
@@ -25,10 +26,19 @@ _MOST_ERROR_BYTES = 4000
 
 
 @dataclass(frozen=True, slots=True)
+class RankOptions:
+    """Options of a replica that all its ranks need."""
+
+    model: ModelOptions
+    runner: RunnerOptions
+    limits: EngineLimits
+
+
+@dataclass(frozen=True, slots=True)
 class RankTask:
     """Task of one rank process."""
 
-    options: ReplicaOptions
+    options: RankOptions
     share: Share
     meeting_file: Path
     """New file through which the ranks find each other."""
@@ -43,7 +53,7 @@ class RankProcesses:
     Their standard input ends with this process, however it ends. Then they exit at once.
     """
 
-    def __init__(self, options: ReplicaOptions, num_ranks: int, lost: Callable[[str], None]) -> None:
+    def __init__(self, options: RankOptions, num_ranks: int, lost: Callable[[str], None]) -> None:
         """Start the processes. `lost` is called in a thread, with a sentence, when one of them has ended by itself."""
         self._lost = lost
         self._is_ending = False
@@ -66,7 +76,7 @@ class RankProcesses:
                 process.wait(_END_LIMIT_S)
         self._folder.cleanup()
 
-    def _start(self, options: ReplicaOptions, share: Share) -> None:
+    def _start(self, options: RankOptions, share: Share) -> None:
         error_file = os.memfd_create("headway-rank-error")
         task = RankTask(options, share, self.meeting_file, self.ring, error_file)
         process = subprocess.Popen(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import click
 import httpx
 import psutil
 
@@ -47,12 +48,11 @@ def deploy(config: HeadwayConfig, address: Address, access_log_socket: str | Non
     from ray.exceptions import RayActorError
 
     from serve_app.app import build_with
-    from serve_app.deployments.rollout import RolloutRefused
 
     try:
         built = build_with(config, access_log_socket=access_log_socket, ray_dashboard_url=ray_dashboard_url)
-    except RolloutRefused as error:
-        raise ApplicationFailed(f"the application did not start: {error}") from error
+    except click.ClickException as error:  # No node has the GPUs of a replica.
+        raise ApplicationFailed(f"the application did not start: {error.message}") from error
     target = serve.RunTarget(built, name=NAME)
     with ThreadPoolExecutor(1, "serve-start") as executor:
         # Serve's start waits for its proxies. The application needs only the controller, which is there at once.
