@@ -234,7 +234,7 @@ def _encryption(cipher: ContentCipher | None) -> Callable[[str], str]:
         InvalidRequest: nothing can be encrypted here.
     """
     if cipher is None:
-        message = f"`include` has {ENCRYPTED}, which is not supported in batches"
+        message = f"`include` has {ENCRYPTED}, which needs the store of responses; there is none"
         raise InvalidRequest(message, "include", "unsupported_parameter")
     return partial(cipher.encrypt, REASONING)
 
@@ -303,7 +303,7 @@ class Messages:
 
     def _decrypted(self, kind: str, content: str, place: str) -> str:
         if self.cipher is None:
-            message = f"`{place}` has an `encrypted_content`, which is not supported in batches"
+            message = f"`{place}` has an `encrypted_content`, which needs the store of responses; there is none"
             raise InvalidRequest(message, place, "unsupported_parameter")
         try:
             return self.cipher.decrypt(kind, content)

@@ -114,9 +114,9 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
 
 async def test_a_response_that_is_not_stored_needs_no_storage(make_api: MakeApi) -> None:
     api = make_api(stores_responses=True)
-    assert (await respond(api, max_output_tokens=2)).json()["store"] is True
+    assert (await respond(api, max_output_tokens=2, store=True)).json()["store"] is True
     api.jobs.error = storage_unavailable(is_full=False)
-    refused = await respond(api, max_output_tokens=2)
+    refused = await respond(api, max_output_tokens=2, store=True)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "storage_unavailable")
     assert "retry-after" in refused.headers
     answered = await respond(api, max_output_tokens=2, store=False)
