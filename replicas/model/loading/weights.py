@@ -53,7 +53,7 @@ def load_weights(
     """Load the weights of a model, a directory or hub id, in `dtype`.
 
     Another `device` than the CPU receives each weight when it has been read: the host never holds the whole model.
-    Weights of linear layers that `kept` keeps become its layers; without it all weights become dense.
+    Weights of linear layers that `kept` keeps or rounds become its layers; without it all weights become dense.
 
     Raises:
         ModelLoadError: a file or a weight is missing, damaged or of a wrong shape.
