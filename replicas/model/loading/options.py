@@ -45,7 +45,7 @@ class ModelOptions:
     kernels do not support as a whole."""
     quantization: Quantization = setting("none")
     """Rounding of the weights of linear layers as they are loaded: int8 and fp8 (e4m3) with one scale for each output,
-    int4 with one for every 32 inputs. On a GPU experts are rounded, too. They save memory and time, cost some quality,
+    int4 with one for every 32 inputs. On a GPU experts are rounded, too. All save memory and time, cost some quality,
     and need the compiled kernels, on a GPU Triton's. fp8_w8a8 also rounds inputs, on GPUs of compute capability 8.9 and
     above. On a CPU fp8 and fp8_w8a8 have the same values and save nothing. none: weights stay as the checkpoint has
     them."""
