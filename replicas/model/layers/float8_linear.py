@@ -16,7 +16,7 @@ from replicas.model.layers.rounding import quantize_fp8
 
 RowRounding = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Rounds rows [num_rows, size] to e4m3 and returns the numbers and their scales [num_rows] float32."""
-_ENDS_ON_89 = (2, 12)
+_ENDS_ON_89 = "2.12"
 """First version of torch whose product ends on compute capability 8.9."""
 _UNIT = 16
 """Number of inputs and outputs of which torch's product takes multiples."""

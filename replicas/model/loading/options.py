@@ -44,10 +44,11 @@ class ModelOptions:
     no sequence's tokens depend on others anyway, and the setting only refuses a model in 16 bits that the compiled
     kernels do not support as a whole."""
     quantization: Quantization = setting("none")
-    """Rounding of the weights of linear layers as they are loaded, on a GPU of experts too: int8 and fp8 (e4m3) with
-    one scale for each output, int4 with one for every 32 inputs. They save memory and time, cost some quality, and need
-    the compiled kernels, on a GPU Triton's. fp8_w8a8 also rounds inputs, on GPUs of compute capability 8.9 and above.
-    On a CPU fp8 and fp8_w8a8 have the same values and save nothing. none: weights stay as the checkpoint has them."""
+    """Rounding of the weights of linear layers as they are loaded: int8 and fp8 (e4m3) with one scale for each output,
+    int4 with one for every 32 inputs. On a GPU experts are rounded, too. All save memory and time, cost some quality,
+    and need the compiled kernels, on a GPU Triton's. fp8_w8a8 also rounds inputs, on GPUs of compute capability 8.9 and
+    above. On a CPU fp8 and fp8_w8a8 have the same values and save nothing. none: weights stay as the checkpoint has
+    them."""
 
     tensor_parallel_size: int = setting(1, ge=1, le=8)
     """GPUs of one node that compute each step of a replica together. On a CPU: as many processes, for tests."""
