@@ -93,7 +93,12 @@ def _measure(loaded: LoadedModel, texts: list[str], path: Path, num_turns: int) 
     )
     limits = EngineLimits()
     runner = warm_runner(loaded, limits, RunnerOptions())
-    engine = make_engine(runner, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens)
+    engine = make_engine(
+        runner,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        whole_prompts=loaded.is_two_sided,
+    )
     few = texts[::_SHARE_FOR_BATCH_SIZE]
     seconds = {size: _seconds(lambda size=size: peer.encode(few, batch_size=size)) for size in _BATCH_SIZES}
     best = min(seconds, key=seconds.__getitem__)
