@@ -23,16 +23,21 @@ GATE = (
 
 _INTRODUCTION = """# Clients
 
+<<<<<<< HEAD
 Stock clients against a served application, in four ways: text, a stream, structured output, and tools (a call, its
 result, and the answer). `python -m bench.clients` runs a small program for each (`bench/clients/programs`) against a
 tiny model with scripted answers. Rows named `stored` have background, resumed streams, chains and conversations.
+=======
+Stock clients against a served application: text, a stream, structured output, tools, and embeddings that are
+searched. `python -m bench.clients` runs a program for each (`bench/clients/programs`) against a tiny
+model with scripted answers, and `python -m bench.clients.page > docs/clients.md` makes this page.
+>>>>>>> embed
 
-A client takes the server's address as its base URL, such as `http://127.0.0.1:8000/v1`, and any API key where no key
-file is configured. Codex takes them as `base_url` of a provider with `wire_api = "responses"`. Anthropic's clients take
-the address without `/v1`, Claude Code as `ANTHROPIC_BASE_URL`. It takes an unknown model's context for a million
-tokens: set `CLAUDE_CODE_AUTO_COMPACT_WINDOW` to the real number, at least 100000.
-litellm needs the package `mcp` for tools. A dash: the client has no such feature. The second table is of texts embedded
-and searched, with Qdrant in its own store.
+A client's base URL is the server's address, such as `http://127.0.0.1:8000/v1`; any API key does without a key file.
+Codex takes both as `base_url` of a provider with `wire_api = "responses"`. Anthropic's clients take the
+address without `/v1`, Claude Code as `ANTHROPIC_BASE_URL`. It takes an unknown model's context for a million tokens:
+set `CLAUDE_CODE_AUTO_COMPACT_WINDOW` to the real number, at least 100000.
+litellm needs `mcp` for tools. A dash: no such feature.
 """
 
 

@@ -11,6 +11,7 @@ import os
 import random
 import tempfile
 import time
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -87,12 +88,17 @@ def _texts(loaded: LoadedModel, num_texts: int) -> list[str]:
 
 
 def _measure(loaded: LoadedModel, texts: list[str], path: Path, num_turns: int) -> dict[str, Any]:
-    from sentence_transformers import SentenceTransformer
-
-    peer = SentenceTransformer(str(path), device="cpu", model_kwargs={"dtype": loaded.dtype})
+    peer = import_module("sentence_transformers").SentenceTransformer(
+        str(path), device="cpu", model_kwargs={"dtype": loaded.dtype}
+    )
     limits = EngineLimits()
     runner = warm_runner(loaded, limits, RunnerOptions())
-    engine = make_engine(runner, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens)
+    engine = make_engine(
+        runner,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        whole_prompts=loaded.is_two_sided,
+    )
     few = texts[::_SHARE_FOR_BATCH_SIZE]
     seconds = {size: _seconds(lambda size=size: peer.encode(few, batch_size=size)) for size in _BATCH_SIZES}
     best = min(seconds, key=seconds.__getitem__)
@@ -122,7 +128,7 @@ def _embed(engine: Engine, loaded: LoadedModel, texts: list[str]) -> np.ndarray:
     for number, ids in enumerate(loaded.tokenizer(texts)["input_ids"]):
         request = GenerateRequest(str(number), tuple(ids), SamplingParams(max_tokens=0, pool=params))
         engine.add(request, pooler=loaded.head.pooler(params, len(ids)))
-    vectors = {}
+    vectors: dict[int, np.ndarray] = {}
     while engine.has_work:
         vectors |= {int(delta.request_id): np.frombuffer(delta.pooled, "<f4") for delta in engine.step()}
     return np.stack([vectors[number] for number in range(len(texts))])

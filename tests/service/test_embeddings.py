@@ -190,7 +190,7 @@ async def test_scores_and_ranks_are_those_of_the_tokens_logits(tmp_path: Path) -
         assert many.status_code == 400 and many.json()["error"]["param"] == "text_1"
 
 
-async def test_a_batch_embeds_its_lines(embedder: Path, tmp_path: Path) -> None:
+async def test_a_batch_embeds_its_lines_and_a_job_its_texts(embedder: Path, tmp_path: Path) -> None:
     wanted = expected(embedder, TEXTS)
     async with serving(embedder, data_dir=tmp_path) as service:
         lines = [
@@ -214,3 +214,6 @@ async def test_a_batch_embeds_its_lines(embedder: Path, tmp_path: Path) -> None:
         output = await service.openai.files.content(batch.output_file_id)
         replies = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, output.text.splitlines())}
         check([replies[str(index)]["data"][0]["embedding"] for index in range(len(TEXTS))], wanted)
+        job = (await service.http.post("/v1/jobs", json={"model": "tiny", "input": TEXTS})).json()
+        ended = (await service.http.get(f"/v1/jobs/{job['id']}", params={"wait": 60})).json()
+        check([item["embedding"] for item in ended["result"]["data"]], wanted)

@@ -71,8 +71,8 @@ class TextPooler:
 
     def push(self, start: int, pooled: np.ndarray) -> None:
         """Add the result of the tokens from position `start`; a result from position 0 begins anew."""
-        adds = self._params.pooling is Pooling.MEAN and start > 0 and self._sum is not None
-        self._sum = self._sum + pooled if adds and self._sum is not None else pooled
+        is_first = start == 0 or self._params.pooling is not Pooling.MEAN
+        self._sum = pooled if is_first or self._sum is None else self._sum + pooled
 
     def finish(self) -> bytes:
         """Return the output in float32, little-endian.
