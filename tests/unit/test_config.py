@@ -96,6 +96,8 @@ def test_strings_of_the_command_line_become_typed_values():
         ),
         ({"attention_backend": "fast"}, ["attention_backend", "'auto', 'flash', 'triton' or 'gather'"]),
         ({"dtype": "int8"}, ["dtype", "float32"]),
+        ({"tensor_parallel_size": 2, "num_gpus_per_replica": 1}, ["tensor_parallel_size (2)", "(1)"]),
+        ({"tensor_parallel_size": 9}, ["tensor_parallel_size", "8"]),
     ],
 )
 def test_a_mistake_is_refused_in_words(fields, words):

@@ -201,7 +201,7 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
     if isinstance(model, TextEncoder) and tells_pairs_apart(config):
         model.pair_separator = getattr(tokenizer, "sep_token_id", None)
     generates = has_output_layer(config)
-    head, head_notes = _pool_head(options.path, config, model, is_needed=not generates)
+    head, head_notes = _pool_head(options.path, config, model, is_needed=not generates, is_cut=ranks is not None)
     port = AttentionPort(model)
     two_sided = is_two_sided(config)
     layers = probe_attention(model, port, two_sided=two_sided)
@@ -255,7 +255,7 @@ def _refuse_scoring(config: PretrainedConfig, layers: tuple[AttentionLayer, ...]
 
 
 def _pool_head(
-    path: str, config: PretrainedConfig, model: PreTrainedModel, *, is_needed: bool
+    path: str, config: PretrainedConfig, model: PreTrainedModel, *, is_needed: bool, is_cut: bool
 ) -> tuple[PoolHead | None, list[str]]:
     """Return the head of the model's pooled outputs, and a note if its files describe one that is not served.
 
@@ -264,6 +264,8 @@ def _pool_head(
     """
 
     def output_rows(token_ids: list[int]) -> Tensor:
+        if is_cut:
+            raise ModelLoadError(f"model {path!r} scores by tokens, which tensor_parallel_size does not support")
         weight = getattr(model.get_output_embeddings(), "weight", None)
         if not isinstance(weight, Tensor):
             raise ModelLoadError(f"model {path!r} scores by tokens, and its output layer is quantized")

@@ -21,6 +21,7 @@ from replicas.model.ranks.leading_runner import LeadingRunner
 from replicas.model.ranks.processes import RankOptions, RankProcesses, end_process
 from replicas.model.ranks.ring import RingWriter
 from replicas.model.runner import TorchModelRunner
+from replicas.model.sampling.sampler import has_draw_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,10 @@ def load_part(options: RankOptions, ranks: RankGroup | None = None) -> LoadedPar
         UnsupportedModel: the model's architecture cannot be served.
     """
     loaded = load_model(options.model, ranks)
-    if ranks is not None:
-        _refuse_different(loaded, ranks)
     fitted = build_fitted(loaded, options.limits, options.runner)
     runner, limits = fitted.runner, fitted.limits
+    if ranks is not None:
+        _refuse_different(loaded, runner, ranks)
     if loaded.device.type != "cpu":
         warm_up(runner, limits)  # It may compile kernels.
     warmed_s = time.monotonic()
@@ -120,8 +121,13 @@ def _device_of(options: RankOptions, rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _refuse_different(loaded: LoadedModel, ranks: RankGroup) -> None:
+def _refuse_different(loaded: LoadedModel, runner: TorchModelRunner, ranks: RankGroup) -> None:
     """Raise ModelLoadError if a kernel works on some ranks alone: their tokens might differ by rounding."""
-    layers = " ".join(type(module).__name__ for module in loaded.model.modules())
-    if not ranks.are_equal(zlib.crc32(layers.encode())):
-        raise ModelLoadError("the ranks have layers with different kernels: on some of them a kernel does not work")
+    layers, states = [type(module).__name__ for module in loaded.model.modules()], loaded.port.recurrent.backend
+    name_of_states = getattr(states, "__name__", type(states).__name__)
+    others = [runner.kernels, name_of_states, runner.counts_tokens, has_draw_kernel(loaded.device)]
+    kernels = " ".join(map(str, (*layers, *others)))
+    if not ranks.are_equal(zlib.crc32(kernels.encode())):
+        raise ModelLoadError(
+            f"the ranks have different kernels, rank {ranks.share.rank} {others}: some do not work there"
+        )

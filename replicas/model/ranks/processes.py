@@ -82,6 +82,8 @@ class RankProcesses:
         process = subprocess.Popen(
             [sys.executable, "-m", "replicas.model.ranks.main"],
             stdin=subprocess.PIPE,
+            # The same code as here, wherever a cluster has put it.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             pass_fds=(self.ring.memory, *self.ring.events, error_file),
         )
         assert process.stdin is not None

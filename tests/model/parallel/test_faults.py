@@ -2,6 +2,7 @@
 
 import pickle
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ _LIMIT_S = 120.0
 
 
 class FlippingReader(RingReader):
-    """Reader that changes the random number of the first row from the `first`-th message on."""
+    """Reader that changes the random number of the first row after a few messages."""
 
     num_left = 6
 
@@ -43,14 +44,12 @@ class FlippingReader(RingReader):
             return message
         plan = found.step.sampling.full
         assert plan is not None
-        # A quarter of the other end of [0, 1), whatever the number was.
         found.step.words[plan.columns.start] = _flipped(found.step.words[plan.columns.start])
         return pickle.dumps(found)
 
 
 def _flipped(word: int) -> int:
-    import struct
-
+    """Return the bits of a number in the other half of [0, 1)."""
     uniform = struct.unpack("d", struct.pack("q", word))[0]
     return int(struct.unpack("q", struct.pack("d", (uniform + 0.5) % 1.0))[0])
 

@@ -1,12 +1,14 @@
 """A rollout is refused where its new replicas would wait for ever, and each fault names the nodes that have it."""
 
+import contextlib
 from collections.abc import Mapping
 
 import pytest
 
 from serve_app.config import HeadwayConfig
+from serve_app.deployments import rollout
 from serve_app.deployments.nodes import merged
-from serve_app.deployments.rollout import room_fault
+from serve_app.deployments.rollout import RolloutRefused, refuse_spanning, room_fault
 from serve_app.deployments.serve_hooks import Deployed
 from serve_app.preflight.machine import Finding
 
@@ -44,6 +46,19 @@ def test_a_replica_that_fits_no_node_is_refused_before_the_old_ones_stop() -> No
         fault = room_fault(config, running(1, 1), [], nodes)
         assert (fault is None) == fits, fault
         assert fits or f"no node has {cpus} CPU" in str(fault)
+
+
+@pytest.mark.parametrize(("num_gpus", "is_refused"), [(1.0, True), (2.0, False), (8.0, False)])
+def test_ranks_are_on_the_gpus_of_one_node(monkeypatch: pytest.MonkeyPatch, num_gpus: float, is_refused: bool) -> None:
+    monkeypatch.setattr(rollout, "most_gpus_of_a_node", lambda: num_gpus)
+    config = HeadwayConfig(tensor_parallel_size=2, num_gpus_per_replica=2)
+    with (
+        pytest.raises(RolloutRefused, match="needs 2 GPUs of one node, and no node has more than 1;")
+        if is_refused
+        else contextlib.nullcontext()
+    ):
+        refuse_spanning(config)
+    refuse_spanning(HeadwayConfig(tensor_parallel_size=2, num_gpus_per_replica=0))
 
 
 def test_a_fault_names_its_nodes_unless_all_have_it() -> None:
