@@ -23,15 +23,10 @@ GATE = (
 
 _INTRODUCTION = """# Clients
 
-<<<<<<< HEAD
-Stock clients against a served application, in four ways: text, a stream, structured output, and tools (a call, its
-result, and the answer). `python -m bench.clients` runs a small program for each (`bench/clients/programs`) against a
-tiny model with scripted answers. Rows named `stored` have background, resumed streams, chains and conversations.
-=======
 Stock clients against a served application: text, a stream, structured output, tools, and embeddings that are
 searched. `python -m bench.clients` runs a program for each (`bench/clients/programs`) against a tiny
 model with scripted answers, and `python -m bench.clients.page > docs/clients.md` makes this page.
->>>>>>> embed
+Rows named `stored` have background, resumed streams, chains and conversations.
 
 A client's base URL is the server's address, such as `http://127.0.0.1:8000/v1`; any API key does without a key file.
 Codex takes both as `base_url` of a provider with `wire_api = "responses"`. Anthropic's clients take the
