@@ -56,8 +56,8 @@ def load_weights(
     """Load the weights of a model, a directory or hub id, in `dtype`.
 
     Another `device` than the CPU receives each weight when it has been read: the host never holds the whole model.
-    Weights of linear layers that `kept` keeps or rounds become its layers; without it all weights become dense. `config`
-    is that of the part of the model for which `cutter` cuts the weights; None: of the whole model.
+    Weights of linear layers that `kept` keeps or rounds become its layers; without it all weights become dense.
+    `config` is that of the part of the model for which `cutter` cuts the weights; None: of the whole model.
 
     Raises:
         ModelLoadError: a file or a weight is missing, damaged or of a wrong shape.
