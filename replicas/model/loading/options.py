@@ -67,7 +67,7 @@ class RunnerOptions:
     """Number format of keys and values in the KV cache. auto: that of the model; fp8 (e4m3) and int8: 8 bits, with a
     scale in float32 for each token and KV head, so that about twice as many tokens fit. int8 costs less quality."""
     gpu_memory_utilization: float = setting(0.9, gt=0, le=1)
-    """Share of a GPU's memory for weights, activations, CUDA graphs and KV cache of all replicas on it together. A
+    """Share of a GPU's memory for all replicas on it together: weights, activations, CUDA graphs and KV cache. A
     replica that was given a part of the GPU takes that part of it."""
     attention_backend: Literal["auto", "flash", "triton", "gather"] = setting("auto")
     """Implementation of attention. flash: FlashAttention 3, if it is installed; triton: Headway's GPU kernels; gather:
