@@ -24,13 +24,13 @@ GATE = (
 _INTRODUCTION = """# Clients
 
 Stock clients against a served application: text, a stream, structured output, tools, and embeddings that are
-searched. `python -m bench.clients` runs a program for each (`bench/clients/programs`) against a tiny
-model with scripted answers, and `python -m bench.clients.page > docs/clients.md` makes this page.
+searched. `python -m bench.clients` runs a program for each (`bench/clients/programs`) against a tiny scripted
+model, and `python -m bench.clients.page > docs/clients.md` makes this page.
 Rows named `stored` have background, resumed streams, chains and conversations.
 
 A client's base URL is the server's address, such as `http://127.0.0.1:8000/v1`; any API key does without a key file.
-Codex takes both as `base_url` of a provider with `wire_api = "responses"`. Anthropic's clients take the
-address without `/v1`, Claude Code as `ANTHROPIC_BASE_URL`. It takes an unknown model's context for a million tokens:
+In Codex it is `base_url` of a provider with `wire_api = "responses"`. Anthropic's clients take the
+address without `/v1`, Claude Code as `ANTHROPIC_BASE_URL`. It takes an unknown context for a million tokens:
 set `CLAUDE_CODE_AUTO_COMPACT_WINDOW` to the real number, at least 100000.
 litellm needs `mcp` for tools. A dash: no such feature.
 """
