@@ -1,16 +1,18 @@
 """Effect of many stored responses on TTFT: `python -m bench.jobs.stored_responses [--quick]`.
 
 Two services without Ray, with the demo model: one tenant has nothing stored in the one, and 100,000 responses in the
-other. The same streamed requests, each of which is stored, go to both by turns.
+other. The same streamed requests, each of which is stored, go to both by turns; with SQLite, and with PostgreSQL where
+it is installed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from serve_app.http_app import IngressSettings
 from serve_app.jobs.storage.schema.database import Database
 from serve_app.jobs.storage.schema.tables import responses, stored
 from testkit.http.local_service import local_service
+from testkit.jobs.postgresql import find_binaries, postgresql
 
 MODEL = "demo"
 DEMO = str(Path(__file__).resolve().parents[2] / "replicas" / "demo")
@@ -40,20 +43,34 @@ def main() -> int:
     """Measure, print a table, and write the figures."""
     is_quick = "--quick" in sys.argv[1:]
     num_stored, num_requests = (1000, 20) if is_quick else (100_000, 400)
-    with tempfile.TemporaryDirectory() as folder:
-        times = asyncio.run(_measure(Path(folder), num_stored, num_requests))
-    rows = {number: percentiles(times_s, _PERCENTS) for number, times_s in times.items()}
-    print("stored  " + "  ".join(f"TTFT p{percent}" for percent in _PERCENTS))
-    for number, values in rows.items():
-        print(f"{number:6}  " + "  ".join(f"{1000 * value:5.1f} ms" for value in values))
-    ratio = rows[num_stored][1] / rows[0][1]
-    print(f"ratio of the medians: {ratio:.3f}")
+    figures: dict[str, Any] = {"num_requests": num_requests, "percents": _PERCENTS}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        urls = {"SQLite": [f"sqlite:///{folder}/{number}.sqlite3" for number in (0, num_stored)]}
+        binaries = find_binaries()
+        if binaries is not None:
+            server = stack.enter_context(postgresql(binaries))
+            urls["PostgreSQL"] = [stack.enter_context(server.fresh_database()) for _ in range(2)]
+        for name, databases in urls.items():
+            times = asyncio.run(_measure(Path(folder) / name, databases, num_stored, num_requests))
+            figures[name] = _shown(name, {number: percentiles(part, _PERCENTS) for number, part in times.items()})
     if not is_quick:
-        write("stored_responses", {"num_requests": num_requests, "percents": _PERCENTS, "ttft_s": rows, "ratio": ratio})
+        write("stored_responses", figures)
     return 0
 
 
-async def _measure(folder: Path, num_stored: int, num_requests: int) -> dict[int, list[float]]:
+def _shown(name: str, rows: dict[int, list[float]]) -> dict[str, Any]:
+    """Print the percentiles of TTFT by the number of stored responses; return them with the ratio of the medians."""
+    print(f"{name}: stored  " + "  ".join(f"TTFT p{percent}" for percent in _PERCENTS))
+    for number, values in rows.items():
+        print(f"{number:6}  " + "  ".join(f"{1000 * value:5.1f} ms" for value in values))
+    (_, few, *_), (_, many, *_) = rows.values()
+    print(f"ratio of the medians: {many / few:.3f}")
+    return {"ttft_s": rows, "ratio": many / few}
+
+
+async def _measure(
+    folder: Path, databases: Sequence[str], num_stored: int, num_requests: int
+) -> dict[int, list[float]]:
     """Return the TTFT of each request with nothing stored, and with `num_stored` responses, seconds."""
     options = ReplicaOptions(
         ModelOptions(DEMO, dtype="float32", num_threads=1),
@@ -63,12 +80,12 @@ async def _measure(folder: Path, num_stored: int, num_requests: int) -> dict[int
     )
     settings = IngressSettings(model=DEMO, served_model_name=MODEL)
     for number in (0, num_stored):
-        (folder / str(number)).mkdir()
-    await asyncio.to_thread(_fill, folder / str(num_stored), num_stored)
+        (folder / str(number)).mkdir(parents=True)
+    await asyncio.to_thread(_fill, databases[1], num_stored)
     times: dict[int, list[float]] = {0: [], num_stored: []}
     async with (
-        local_service(options, settings, folder / "0") as empty,
-        local_service(options, settings, folder / str(num_stored)) as full,
+        local_service(options, settings, folder / "0", database_url=databases[0]) as empty,
+        local_service(options, settings, folder / str(num_stored), database_url=databases[1]) as full,
         httpx.AsyncClient(timeout=60.0) as http,
     ):
         turns = ((0, empty.url), (num_stored, full.url))
@@ -91,8 +108,8 @@ async def _ttft_s(http: httpx.AsyncClient, url: str, text: str) -> float:
     return ttft_s
 
 
-def _fill(folder: Path, number: int) -> None:
-    database = Database.opened(f"sqlite:///{folder}/jobs.sqlite3")
+def _fill(database_url: str, number: int) -> None:
+    database = Database.opened(database_url)
 
     def add(connection: Connection) -> None:
         for rows in _rows(number):

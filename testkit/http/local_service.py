@@ -116,9 +116,13 @@ class LocalService:
 
 @contextlib.asynccontextmanager
 async def local_service(
-    options: ReplicaOptions, settings: IngressSettings, data_dir: Path | None = None, job_lease_s: float = 10.0
-) -> AsyncIterator[LocalService]:
-    """Serve a model; with files, batches, jobs and stored responses where there is a directory for them."""
+    options: ReplicaOptions, settings: IngressSettings, data_dir: Path | None = None, job_lease_s: float = 10.0,
+    database_url: str | None = None,
+) -> AsyncIterator[LocalService]:  # fmt: skip
+    """Serve a model; with files, batches, jobs and stored responses where there is a directory for them.
+
+    `database_url` is of the jobs' database; None: a file of SQLite in the directory.
+    """
     async with contextlib.AsyncExitStack() as stack:
         replica = ModelReplica(options, "replica-0", "node-0")
         engine = replica.start()
@@ -127,7 +131,8 @@ async def local_service(
         jobs = None
         if data_dir is not None:
             job_settings = JobsSettings(settings.served_model_name, job_lease_s=job_lease_s)
-            jobs = await stack.enter_async_context(_jobs(client, settings, job_settings, data_dir))
+            url = database_url or f"sqlite:///{data_dir}/jobs.sqlite3"
+            jobs = await stack.enter_async_context(_jobs(client, settings, job_settings, data_dir, url))
         metrics = HttpMetrics(settings.served_model_name)
         dispatcher = LocalRouting(client, metrics).dispatcher
         polling = asyncio.create_task(dispatcher.run())
@@ -154,14 +159,14 @@ async def local_service(
 
 @contextlib.asynccontextmanager
 async def _jobs(
-    client: LocalReplicaClient, settings: IngressSettings, job_settings: JobsSettings, data_dir: Path
+    client: LocalReplicaClient, settings: IngressSettings, job_settings: JobsSettings, data_dir: Path, database_url: str
 ) -> AsyncIterator[JobsAccess]:
     """Run the jobs process's parts; yield an ingress's access to them."""
     name = settings.served_model_name
     metrics = HttpMetrics(name)
     routing, files = LocalRouting(client, metrics), FsspecStore(f"{data_dir}/files")
     secret = load_or_create_secret(data_dir / "webhook_secret")
-    database = await asyncio.to_thread(Database, f"sqlite:///{data_dir}/jobs.sqlite3")
+    database = await asyncio.to_thread(Database, database_url)
     defaults = SamplingDefaults.load(settings.model)
     known = KnownModel((name,), routing.dispatcher, time.monotonic, defaults)
     text = ModelText.load(settings.model, WorkerThreads(1), settings.tool_call_parser, settings.chat_template)
