@@ -297,7 +297,7 @@ class FlowQueue:
         _check_share(queue.of_tenant(tenant), limits, name, expected_tokens, num_sequences)
         if queue.num_requests + num_sequences > limits.max_requests and queue.num_requests:
             message = f"{queue.num_requests} {name} requests wait; the limit is {limits.max_requests}"
-            raise Overloaded(message, reason="max_num_queued_reqs")
+            raise Overloaded(message + _others(num_sequences), reason="max_num_queued_reqs")
         if queue.num_tokens + expected_tokens > limits.max_tokens and queue.num_requests:
             message = (
                 f"{queue.num_tokens} tokens of {name} requests wait and this one is expected to need "
@@ -408,6 +408,10 @@ class FlowQueue:
         return self._bands[band].num_requests > 0 and self.starved_s(band, now) >= self._promote_after_s
 
 
+def _others(num_sequences: int) -> str:
+    return f", and this request has {num_sequences} sequences" if num_sequences > 1 else ""
+
+
 def _check_share(own: TenantQueue, limits: BandLimits, name: str, expected_tokens: int, num_sequences: int) -> None:
     """Check a new request against the share of a band's queue that its tenant may fill.
 
@@ -418,7 +422,7 @@ def _check_share(own: TenantQueue, limits: BandLimits, name: str, expected_token
         return  # The band's own limits are as tight.
     if own.num_requests + num_sequences > limits.max_tenant_requests and own.num_requests:
         message = f"{own.num_requests} {name} requests of this tenant wait; its limit is {limits.max_tenant_requests}"
-        raise Overloaded(message, reason="max_tenant_queued_reqs", code="rate_limit_exceeded")
+        raise Overloaded(message + _others(num_sequences), reason="max_tenant_queued_reqs", code="rate_limit_exceeded")
     if own.num_tokens + expected_tokens > limits.max_tenant_tokens and own.num_requests:
         message = (
             f"{own.num_tokens} tokens of this tenant's {name} requests wait and this one is expected to need "
