@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from replicas.errors import InvalidRequest
 from replicas.protocol import TokenDelta
 from serve_app.openai.reply.chat_format import ReplyKind
 from serve_app.openai.reply.format import JsonObject
@@ -17,7 +18,7 @@ from serve_app.protocols.responses.conversion import COMPACTION, ResponseRequest
 from serve_app.protocols.responses.encrypted_content import ContentCipher
 from serve_app.protocols.responses.reply import ReplyOptions, ResponseFormat
 from serve_app.protocols.responses.schema import CompactBody
-from serve_app.protocols.responses.stored import parsed_items, stored_items
+from serve_app.protocols.responses.stored import ANY_INPUT, parsed_items, stored_items
 from serve_app.protocols.responses.truncation import INSTRUCTIONS, droppable_units
 
 MAX_SUMMARY_TOKENS = 2048
@@ -67,8 +68,14 @@ def compact_request(fields: JsonObject) -> ResponseRequest:
     Raises:
         InvalidRequest: a field cannot be served; the error names it.
     """
-    parse_body(CompactBody, fields, {})
-    return ResponseRequest.of({**fields, "store": False})
+    body = parse_body(CompactBody, fields, {})
+    if body.input is not None:
+        return ResponseRequest.of({**fields, "store": False})
+    if body.previous_response_id is None:
+        message = "`input` is missing; it, or else `previous_response_id`, must be given"
+        raise InvalidRequest(message, "input", "missing_required_parameter")
+    asked = ResponseRequest.of({**fields, "store": False, "input": ANY_INPUT})
+    return replace(asked, fields={**asked.fields, "input": []})
 
 
 def most_summary_tokens(max_model_len: int, threshold: int | None) -> int:

@@ -210,8 +210,8 @@ Input = Annotated[
 class CompactBody(RequestOptions):
     """Body of POST /v1/responses/compact."""
 
-    input: Input
-    """Items of the conversation, or the text of the user: all of it, or what follows the stored part."""
+    input: Input | None = None
+    """Items of the conversation, or the text of the user: all of it, or what follows the stored part, if anything."""
     previous_response_id: StoredId | None = None
     """Stored response whose conversation, its output included, comes before the input."""
     instructions: str | None = None

@@ -25,8 +25,8 @@ _PREFIXES = {
 }  # fmt: skip
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NAMED_ITEM = re.compile(r"[a-z]+_(.+)_i?[0-9]+")
-_ANY_INPUT = "."
-"""Input in place of a run's own: its reply does not depend on it."""
+ANY_INPUT = "."
+"""Input of a request whose own is stored or missing."""
 _NO_USAGE = Usage(0, 0, 0)
 _LOST = "the process that answered has ended"
 
@@ -73,7 +73,7 @@ def restored(
     `key` is that of encrypted contents.
     """
     cipher = ContentCipher(key, run.account)
-    adapted = ResponseRequest.of({**run.fields, "input": _ANY_INPUT}).with_history((), cipher, run.compaction)
+    adapted = ResponseRequest.of({**run.fields, "input": ANY_INPUT}).with_history((), cipher, run.compaction)
     run = replace(run, request=replace(run.request, output_token_ids=tuple(output)))
     return service.restored(run, prompt, adapted.chat, adapted.reply)
 
