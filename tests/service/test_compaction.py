@@ -146,6 +146,11 @@ async def test_contents_are_read_after_a_restart_and_by_another_ingress(tmp_path
             assert answer["usage"]["input_tokens"] == own["usage"]["input_tokens"]
         chained = await post(second, previous_response_id=own["id"])
         assert chained["usage"]["input_tokens"] > own["usage"]["total_tokens"]
+        # OpenAI's SDK sends no `input` where the caller gives none.
+        body = {"model": MODEL, "previous_response_id": chained["id"]}
+        *messages, compaction = (await second.post("/v1/responses/compact", json=body)).json()["output"]
+        assert [message["type"] for message in messages] == ["message"] * len(messages)
+        assert compaction["type"] == "compaction"
 
 
 async def test_contents_of_another_tenant_and_altered_ones_are_refused(http: httpx.AsyncClient) -> None:

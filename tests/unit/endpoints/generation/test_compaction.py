@@ -74,16 +74,8 @@ async def test_the_tokens_of_a_summary_count_for_the_key(
     assert (num_tokens - 10) * MINUTE_S < reset_s <= num_tokens * MINUTE_S
 
 
-async def test_a_stored_conversation_is_compacted_as_it_is(
-    make_api: MakeApi, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    """OpenAI's SDK sends no `input` where the caller gives none."""
-    api, _ = metered(make_api, tokenizer, tmp_path)
-    stored = (await api.post("/v1/responses", {"model": MODEL, "input": ITEMS})).json()
-    compacted = await api.openai.responses.compact(model=MODEL, previous_response_id=stored["id"])
-    *messages, compaction = compacted.output
-    assert [message.type for message in messages] == ["message"] * len(messages) and compaction.type == "compaction"
-    refused = await api.post("/v1/responses/compact", {"model": MODEL})
+async def test_a_conversation_to_compact_is_given_or_stored(make_api: MakeApi) -> None:
+    refused = await make_api(stores_responses=True).post("/v1/responses/compact", {"model": MODEL})
     assert refusal(refused) == (400, "missing_required_parameter", "input")
 
 
