@@ -45,7 +45,7 @@ from replicas.model.loading.weights import load_weights
 from replicas.model.parallel.joined_layers import join_layers
 from replicas.model.parallel.rank_group import RankGroup
 from replicas.model.parallel.shares import ModelCuts
-from replicas.model.pooling.encoder import TextEncoder
+from replicas.model.pooling.encoder import NoOutput, TextEncoder
 from replicas.model.pooling.heads import PoolHead, classifier_head, embedding_head, score_head
 from replicas.model.pooling.kinds import first_position, has_output_layer, is_two_sided, tells_pairs_apart
 from replicas.model.pooling.tap import HiddenTap
@@ -202,6 +202,9 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
         model.pair_separator = getattr(tokenizer, "sep_token_id", None)
     generates = has_output_layer(config)
     head, head_notes = _pool_head(options.path, config, model, is_needed=not generates, is_cut=ranks is not None)
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    if device.type == "cpu" and not generates and not isinstance(model, TextEncoder):
+        model.set_output_embeddings(NoOutput(vocab_size))  # The layer would become a packed copy of the embedding.
     port = AttentionPort(model)
     two_sided = is_two_sided(config)
     layers = probe_attention(model, port, two_sided=two_sided)
@@ -215,7 +218,6 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
     port.recurrent.pad_gates()
     if device.type == "cuda":
         fuse_gates(port.recurrent)
-    vocab_size = config.get_text_config(decoder=True).vocab_size
     configured_ids, end_id = _configured_eos_token_ids(model), getattr(tokenizer, "eos_token_id", None)
     eos_token_ids = configured_ids if end_id is None else configured_ids | {end_id}
     is_batch_invariant = options.batch_invariant and _check_batch_invariance(model, port, layers, has_kernels)
