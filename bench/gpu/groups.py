@@ -79,8 +79,8 @@ def _correctness(target: Target) -> Iterable[Group]:
     yield Group("checks", "environment", (Item("versions", partial(_environment, device)),))
     yield Group("checks", "compile", (Item("kernels in parallel", partial(_compile, target), limit_s=240.0),))
     graph = _checked("captured graph", partial(_captured, device), _GRAPH_ADVICE)
-    kernels = (*_kernel_items(target), *_small_items(target), *_expert_items(target), *_sampling_items(target), graph)
-    yield Group("checks", "kernels", kernels)
+    kinds = (_kernel_items, _two_sided_items, _small_items, _expert_items, _sampling_items)
+    yield Group("checks", "kernels", (*(item for kind in kinds for item in kind(target)), graph))
     yield Group("checks", "recurrence", tuple(_state_items(target)))
     models = [
         _checked("built in one thread, run in another", partial(check_threads, device)),
@@ -200,6 +200,15 @@ def _kernel_items(target: Target) -> Iterable[Item]:
             layer = replace(LAYERS[name], dtype=FLOAT32 if target.is_tiny else BFLOAT16, cache_dtype=cache_dtype)
             check = partial(check_layer, name, layer, target.device, mixtures)
             yield _checked(f"{name} with a cache in {cache_dtype}", check, advice)
+
+
+def _two_sided_items(target: Target) -> Iterable[Item]:
+    from bench.gpu.kernel_checks import BFLOAT16, FLOAT32, TWO_SIDED, check_two_sided
+
+    advice = "attention_backend=gather avoids it; see replicas/model/attention/two_sided_kernels.py"
+    for name in ("tiny",) if target.is_tiny else TWO_SIDED:
+        for dtype in (FLOAT32,) if target.is_tiny else (BFLOAT16, FLOAT32):
+            yield _checked(f"two-sided {name} in {dtype}", partial(check_two_sided, name, dtype, target.device), advice)
 
 
 def _small_items(target: Target) -> Iterable[Item]:

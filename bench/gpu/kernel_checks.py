@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from replicas.model.attention.state_cache import StateLayer
 from replicas.model.attention.state_select import StateSpec, check_states
 from replicas.model.attention.state_triton import TritonStateBackend
 from replicas.model.attention.triton import TritonBackend
+from replicas.model.attention.two_sided_triton import TritonTwoSided
 from replicas.model.batch.inputs import LastRows
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.hardware.device import compute_capability
@@ -35,6 +36,7 @@ from replicas.model.sampling.triton_draw import check_draw
 from replicas.model.sampling.triton_penalties import check_penalties, penalize
 from replicas.protocol import GenerateRequest, SamplingParams
 from testkit.model.paged_cases import MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
+from testkit.model.two_sided_cases import TwoSidedCase
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 LAYERS = {
@@ -80,6 +82,22 @@ def check_layer(name: str, layer: Case, device: str, mixtures: dict[str, Chunks]
     detail = f"largest error {worst:.1e} ({where}), {time.perf_counter() - started_s:.0f} s"
     cache = "" if layer.cache_dtype is None else f" with a cache in {layer.cache_dtype}"
     return Check(f"kernels for {name} in {layer.dtype}{cache}", worst < TOLERANCES[layer.dtype], detail)
+
+
+TWO_SIDED = {
+    "bert-base": TwoSidedCase((512, 1, 37), (12, 12), (64, 64)),
+    "modernbert-base": TwoSidedCase((900, 5, 130), (12, 12), (64, 64), window=65),
+    "embeddinggemma": TwoSidedCase((700, 33), (3, 1), (256, 256), window=257),
+    "tiny": TwoSidedCase((5, 40), window=9),
+}
+"""Whole texts for layers of real models."""
+
+
+def check_two_sided(name: str, dtype: torch.dtype, device: str) -> Check:
+    """Check two-sided attention over several texts."""
+    kernel = TritonTwoSided(compute_capability(torch.device(device)))
+    error = replace(TWO_SIDED[name], dtype=dtype).largest_error(kernel, torch.device(device))
+    return Check(f"two-sided attention of {name} in {dtype}", error < TOLERANCES[dtype], f"largest error {error:.1e}")
 
 
 STATES = {

@@ -14,10 +14,9 @@ from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.layer_groups import bytes_of_block, grouped_cache, num_cache_tensors
-from replicas.model.attention.select import FlashAndTriton, choose_attention
+from replicas.model.attention.select import FlashAndTriton, choose_attention, choose_two_sided
 from replicas.model.attention.state_cache import StateCache, bytes_per_slot
 from replicas.model.attention.state_select import choose_states
-from replicas.model.attention.two_sided import TwoSidedAttention
 from replicas.model.batch.inputs import batches_of_every_kind, dummy_batches, dummy_item
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, largest_mixed, step_shapes
 from replicas.model.hardware.device import choose_cache_dtype, compute_capability
@@ -69,7 +68,7 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     if loaded.is_batch_invariant and not has_draw_kernel(loaded.device):
         raise ModelLoadError("batch_invariant is true, and the kernel that it needs for sampling does not work here")
     if loaded.is_two_sided:
-        return _fitted_without_cache(loaded, limits)
+        return _fitted_without_cache(loaded, limits, options)
     cache_dtype = choose_cache_dtype(options.kv_cache_dtype, loaded.dtype)
     attention = choose_attention(loaded.attention_spec(limits.block_size, cache_dtype), options.attention_backend)
     loaded.port.recurrent.backend = choose_states(loaded.state_spec(limits.block_size))
@@ -100,12 +99,14 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     return FittedRunner(TorchModelRunner(loaded, cache, attention, captured, counts), limits)
 
 
-def _fitted_without_cache(loaded: LoadedModel, limits: EngineLimits) -> FittedRunner:
+def _fitted_without_cache(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptions) -> FittedRunner:
     """Return a runner of whole texts, whose blocks have no memory; there are enough for all that run together."""
+    spec = replace(loaded.attention_spec(limits.block_size), layers=loaded.two_sided_layers)
+    attention = choose_two_sided(spec, options.attention_backend)
     longest = min(loaded.max_model_len, limits.max_num_batched_tokens)
     num_blocks = limits.max_num_seqs * -(-longest // limits.block_size)
     cache = KVCache((), num_blocks, limits.block_size, loaded.dtype, loaded.device)
-    return FittedRunner(TorchModelRunner(loaded, cache, TwoSidedAttention), limits)
+    return FittedRunner(TorchModelRunner(loaded, cache, attention), limits)
 
 
 def fit_limits(

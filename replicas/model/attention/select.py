@@ -17,6 +17,7 @@ from replicas.model.attention.flash import FlashBackend
 from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import AttentionBackend, AttentionCall, AttentionContext, AttentionSpec, Scoring
 from replicas.model.attention.kv_cache import AttentionLayer, KVCache
+from replicas.model.attention.two_sided import TwoSidedAttention
 from replicas.model.batch.inputs import BatchInputs, build_inputs, dummy_item
 from replicas.model.hardware.device import compute_capability
 from replicas.model.hardware.selfcheck import find_fault, relative_error
@@ -41,6 +42,7 @@ SHORT_SCHEDULE: ChunkSchedule = (
     ((4, 5), (300, 301)),
     ((5, 6), (301, 330)),
 )
+TWO_SIDED_SCHEDULE: ChunkSchedule = (((0, 1),), ((0, 2), (0, 129), (0, 1), (0, 700), (0, 37)))
 LONG_SCHEDULE: ChunkSchedule = (*SHORT_SCHEDULE, ((6, 7), (330, 1800)), ((7, 8), (1800, 1801)), ((8, 30), (1801, 1802)))
 
 
@@ -69,6 +71,31 @@ def choose_attention(spec: AttentionSpec, backend: str) -> AttentionBackend:
         if backend == "auto":  # It comes here with batch_invariant only.
             setting = "batch_invariant is true, which needs triton; that"
         raise ModelLoadError(f"{setting} does not work here: {error}") from error
+
+
+def choose_two_sided(spec: AttentionSpec, backend: str) -> AttentionBackend:
+    """Return the backend of that name for whole texts; for `auto` the fastest one that works for `spec`.
+
+    Raises:
+        ModelLoadError: it is flash, which has none, or triton, which does not work here.
+    """
+    if backend == "flash":
+        raise ModelLoadError("attention_backend is 'flash', which has no two-sided attention")
+    if backend == "gather" or (backend == "auto" and spec.device.type != "cuda"):
+        return TwoSidedAttention
+    try:
+        from replicas.model.attention.two_sided_triton import TritonTwoSided  # Only torch for CUDA installs Triton.
+    except ImportError as error:
+        fault: str | None = str(error)
+    else:
+        triton = TritonTwoSided(compute_capability(spec.device))
+        fault = check_two_sided(spec, triton)
+        if fault is None:
+            return triton
+    if backend == "triton":
+        raise ModelLoadError(f"attention_backend is 'triton', which does not work here: {fault}")
+    _log.warning("two-sided attention uses plain torch and is slow: Triton's kernel does not work here: %s", fault)
+    return TwoSidedAttention
 
 
 class FlashAndTriton:
@@ -169,6 +196,22 @@ def check_attention(
     """
     # Two implementations may round a number in 8 bits to different neighbours.
     return find_fault(_errors(spec, candidates, schedule), torch.bfloat16 if spec.quantized_cache else spec.dtype)
+
+
+def check_two_sided(spec: AttentionSpec, candidate: AttentionBackend) -> str | None:
+    """Return a description of the first fault of `candidate` over whole texts; None if there is none."""
+    return find_fault(_two_sided_errors(spec, candidate), spec.dtype)
+
+
+@torch.inference_mode()
+def _two_sided_errors(spec: AttentionSpec, candidate: AttentionBackend) -> Iterator[tuple[str, float]]:
+    cache = KVCache((), 0, spec.block_size, spec.dtype, spec.device)
+    num_blocks = -(-max(end for texts in TWO_SIDED_SCHEDULE for _, end in texts) // spec.block_size)
+    for layer in dict.fromkeys(replace(layer, index=0) for layer in spec.layers):
+        for inputs, call in _calls(spec, layer, TWO_SIDED_SCHEDULE, num_blocks):
+            contexts: tuple[AttentionContext, ...] = (candidate(cache, inputs), TwoSidedAttention(cache, inputs))
+            output, expected = (context.attend(call).flatten(1) for context in contexts)
+            yield f"two-sided {layer}", relative_error(output, expected)
 
 
 @torch.inference_mode()

@@ -34,7 +34,7 @@ _MIN_WIDTH = 16
 # Bytes of the keys of a tile.
 _KEY_BYTES = 16 * 1024
 # Compute capabilities whose matrix units read operands from shared memory: Hopper, and Blackwell of data centres.
-_READING_SHARED_MEMORY = (90, 100, 103)
+READING_SHARED_MEMORY = (90, 100, 103)
 # Alignments of strides that kernels are compiled for: 32 and 16 bytes of 16-bit numbers, or none.
 _ALIGNMENTS = (16, 8, 1)
 # Query heads of a program over values in keys, whose sums are wide.
@@ -133,7 +133,7 @@ def choose_tile(shape: LayerShape, is_decode: bool, capability: int) -> TileShap
     rows = max(128 if is_narrow else 64, group_rows)
     # A third stage copies the block ids ahead. On Blackwell, for heads of 64, it needs more registers than two programs
     # have.
-    if capability in _READING_SHARED_MEMORY:
+    if capability in READING_SHARED_MEMORY:
         num_stages = 2 if capability >= 100 and width <= 64 else 3
         num_warps = 4 if 128 < width <= 256 else 8
         return TileShape(rows // shape.group_size, rows, keys, num_warps, num_stages)
@@ -330,7 +330,7 @@ def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, c
     num_heads, key_width = shape.num_kv_heads // shape.heads_per_key, _width(shape.key_size)
     num_rows = len(slots) * num_heads
     tile_rows = max(1, _PROGRAM_NUMBERS // max(key_width, shape.value_width))
-    strides = (*_outer_strides(key), *_outer_strides(value))
+    strides = (*outer_strides(key), *outer_strides(value))
     write_kernel[(triton.cdiv(num_rows, tile_rows),)](
         key,
         value,
@@ -348,7 +348,7 @@ def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, c
         HAS_VALUES=not layer.has_values_in_keys,
         HAS_SCALES=layer.is_quantized,
         IS_FLOAT8=layer.keys.dtype == torch.float8_e4m3fn,
-        STRIDE_ALIGNMENT=_alignment(strides),
+        STRIDE_ALIGNMENT=alignment(strides),
     )
 
 
@@ -359,13 +359,13 @@ def _numbers_and_scales(layer: LayerCache) -> tuple[Tensor, Tensor, Tensor, Tens
     return layer.keys.view(torch.int8), layer.values.view(torch.int8), layer.key_scales, layer.value_scales
 
 
-def _outer_strides(tensor: Tensor) -> tuple[int, int]:
+def outer_strides(tensor: Tensor) -> tuple[int, int]:
     """Return the strides of tokens and of heads; 0 for a single one, whose stride is arbitrary."""
     num_tokens, num_heads, _ = tensor.shape
     return tensor.stride(0) if num_tokens > 1 else 0, tensor.stride(1) if num_heads > 1 else 0
 
 
-def _alignment(strides: tuple[int, ...]) -> int:
+def alignment(strides: tuple[int, ...]) -> int:
     """Return a number that divides all strides, of a few: each compiles the kernels once more."""
     return next(number for number in _ALIGNMENTS if not any(stride % number for stride in strides))
 
@@ -394,7 +394,7 @@ def _plan(work: WorkList, group: ChunkGroup, tile: TileShape, window: int | None
 def _attend(launch: _Launch, parts: _Parts) -> None:
     call, layer, group, shape, tile = launch.call, launch.layer, launch.group, launch.shape, launch.tile
     query = with_dense_heads(call.query)
-    strides = _outer_strides(query)
+    strides = outer_strides(query)
     attend_kernel[(shape.num_kv_heads * launch.work.bounds.num_pieces,)](
         query,
         *_numbers_and_scales(layer),
@@ -426,7 +426,7 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
         HAS_SCALES=layer.is_quantized,
         IS_FLOAT8=layer.keys.dtype == torch.float8_e4m3fn,
         IS_SPLIT=launch.work.is_split,
-        STRIDE_ALIGNMENT=_alignment(strides),
+        STRIDE_ALIGNMENT=alignment(strides),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

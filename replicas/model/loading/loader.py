@@ -45,7 +45,7 @@ from replicas.model.loading.weights import load_weights
 from replicas.model.parallel.joined_layers import join_layers
 from replicas.model.parallel.rank_group import RankGroup
 from replicas.model.parallel.shares import ModelCuts
-from replicas.model.pooling.encoder import TextEncoder
+from replicas.model.pooling.encoder import NoOutput, TextEncoder
 from replicas.model.pooling.heads import PoolHead, classifier_head, embedding_head, score_head
 from replicas.model.pooling.kinds import first_position, has_output_layer, is_two_sided, tells_pairs_apart
 from replicas.model.pooling.tap import HiddenTap
@@ -75,7 +75,7 @@ class LoadedModel:
     hidden: HiddenTap
     """Tap of the hidden states that are pooled."""
     layers: tuple[AttentionLayer, ...]
-    """Attention shapes, one per layer, in order of index."""
+    """Attention shapes of the layers with a KV cache, in order of index."""
     tokenizer: PreTrainedTokenizerFast | None
     """Tokenizer; None if the model's directory has no tokenizer files."""
     max_model_len: int
@@ -95,8 +95,8 @@ class LoadedModel:
     """Head of pooled outputs; None: the model has no pooling."""
     generates: bool = True
     """True if the model generates tokens."""
-    is_two_sided: bool = False
-    """True if a token sees the tokens behind it, so that a text is computed whole, without a KV cache."""
+    two_sided_layers: tuple[AttentionLayer, ...] = ()
+    """Attention shapes of the layers whose tokens see those behind them. They have no KV cache."""
     ranks: RankGroup | None = None
     """Ranks that have the other parts of the model; None: the model is whole."""
 
@@ -107,6 +107,11 @@ class LoadedModel:
         from replicas.model.layers.batch_invariant import BatchInvariantOps  # Only torch for CUDA installs Triton.
 
         return BatchInvariantOps()  # type: ignore[no-untyped-call]
+
+    @property
+    def is_two_sided(self) -> bool:
+        """True if a token sees the tokens behind it, so that a text is computed whole, without a KV cache."""
+        return bool(self.two_sided_layers)
 
     @property
     def state_layers(self) -> tuple[StateLayer, ...]:
@@ -202,20 +207,21 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
         model.pair_separator = getattr(tokenizer, "sep_token_id", None)
     generates = has_output_layer(config)
     head, head_notes = _pool_head(options.path, config, model, is_needed=not generates, is_cut=ranks is not None)
+    vocab_size = config.get_text_config(decoder=True).vocab_size
     port = AttentionPort(model)
     two_sided = is_two_sided(config)
     layers = probe_attention(model, port, two_sided=two_sided)
     if store_checked_latents(model, port):
         layers = probe_attention(model, port)
     _refuse_options(port, options, device, has_ranks=ranks is not None)
+    if device.type == "cpu" and not generates and not isinstance(model, TextEncoder):
+        model.set_output_embeddings(NoOutput(vocab_size))  # The layer would become a packed copy of the embedding.
     _optimize(model, port, layers, options, has_kernels, products)
     if two_sided:
         _refuse_scoring(config, layers)
-        layers = ()  # None of them has a KV cache.
     port.recurrent.pad_gates()
     if device.type == "cuda":
         fuse_gates(port.recurrent)
-    vocab_size = config.get_text_config(decoder=True).vocab_size
     configured_ids, end_id = _configured_eos_token_ids(model), getattr(tokenizer, "eos_token_id", None)
     eos_token_ids = configured_ids if end_id is None else configured_ids | {end_id}
     is_batch_invariant = options.batch_invariant and _check_batch_invariance(model, port, layers, has_kernels)
@@ -226,7 +232,8 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
         model=model,
         port=port,
         hidden=HiddenTap(model),
-        layers=layers,
+        layers=() if two_sided else layers,
+        two_sided_layers=layers if two_sided else (),
         tokenizer=tokenizer,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
@@ -243,7 +250,6 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
         ),
         head=head,
         generates=generates,
-        is_two_sided=two_sided,
         ranks=ranks,
     )
 

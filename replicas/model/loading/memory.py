@@ -20,7 +20,7 @@ from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_offs
 from replicas.model.hardware.processor import value_bytes_on_cpu
 from replicas.model.loading.checks import read_weights
 from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions, RunnerOptions
-from replicas.model.pooling.kinds import ENCODERS, is_two_sided
+from replicas.model.pooling.kinds import has_output_layer, is_two_sided
 
 _GIB = 2**30
 _PROCESS_BYTES = 300 * 2**20
@@ -86,9 +86,10 @@ def replica_memory(directory: Path, model: ModelOptions, runner: RunnerOptions, 
     Raises:
         ModelLoadError: a file is missing or damaged.
     """
-    config = {"model_type": "", "architectures": None} | json.loads((directory / "config.json").read_text())
-    is_tied = config.get("tie_word_embeddings", True)
-    config |= (config.get("text_config") or {}) | {"tie_word_embeddings": is_tied}
+    defaults = {"model_type": "", "architectures": None, "tie_word_embeddings": True}
+    config = defaults | json.loads((directory / "config.json").read_text())
+    of_whole = {name: config[name] for name in ("architectures", "tie_word_embeddings")}
+    config |= (config.get("text_config") or {}) | of_whole
     value_bytes = value_bytes_on_cpu(model.dtype)
     hidden = config.get("hidden_size") or config.get("n_embd") or 0
     inner = _largest(config.get("intermediate_size")) or 4 * hidden
@@ -144,7 +145,7 @@ def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, An
         if keeps_bits and is_kept(weight) and not _DENSE.search(weight.name)
     ]
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in packed_weights)
-    is_copied = config["tie_word_embeddings"] and config["model_type"] not in ENCODERS
+    is_copied = config["tie_word_embeddings"] and has_output_layer(SimpleNamespace(**config))
     if is_copied and not {"lm_head.weight"} & (weights.plain.keys() | weights.quantized.keys()):
         dense += config.get("vocab_size", 0) * (config.get("hidden_size") or 0)
     layers: dict[str, list[QuantizedWeight]] = defaultdict(list)

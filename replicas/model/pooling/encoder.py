@@ -25,7 +25,7 @@ class TextEncoder(nn.Module):
         self._first_position = first_position(config)
         self.pair_separator: int | None = None
         """Token between the texts of a pair, if the model has types of tokens to tell them apart; None: it has not."""
-        self._output = _NoOutput(config.vocab_size)
+        self._output = NoOutput(config.vocab_size)
         unnumbered = [module for module in encoder.modules() if hasattr(module, "is_causal")]
         for index, module in enumerate(unnumbered):
             if not hasattr(module, "layer_idx"):
@@ -73,7 +73,7 @@ class TextEncoder(nn.Module):
         return types
 
 
-class _NoOutput(nn.Module):
+class NoOutput(nn.Module):
     """Output layer of a model that generates no tokens: zeros."""
 
     def __init__(self, vocab_size: int) -> None:

@@ -58,6 +58,7 @@ _POINTERS = {
     "pieces": "*i32",
     "split_tiles": "*i32",
     "tables": "*i32",
+    "tiles": "*i32",
     "slots": "*i64",
     "order": "*i64",
     "starts": "*i64",

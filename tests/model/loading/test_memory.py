@@ -1,5 +1,6 @@
 """Memory of a replica, computed from the checkpoint's files alone."""
 
+import json
 import weakref
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from testkit.model.compiled_kernels import need_kernels
 from testkit.model.engine_runs import load_compiled
 from testkit.model.pooling_checkpoints import PoolingFiles, write_encoder
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
+from testkit.model.tiny_checkpoints import write_checkpoint
 
 MIB = 2**20
 
@@ -50,6 +52,21 @@ def test_an_encoder_has_no_kv_cache_and_no_output_layer(tmp_path: Path, family: 
     taken = sum(weight.numel() * weight.element_size() for weight in plain)
     assert memory(path).weights == pytest.approx(taken, rel=0.05)
     assert memory(path).kv_cache == 0 and "none of KV cache" in str(memory(path))
+
+
+def test_only_a_decoder_that_generates_has_a_copy_of_its_embedding(tmp_path: Path) -> None:
+    """The same weights as a decoder that generates, and as one that only embeds."""
+    need_kernels()
+    path = write_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    config = json.loads((path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    copy = config["vocab_size"] * config["hidden_size"]
+    generating = memory(path)
+    PoolingFiles().write(path, config["hidden_size"])
+    (path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
+    assert memory(path).weights == generating.weights - 4 * copy
+    taken = sum(parameter.numel() * parameter.element_size() for parameter in load_compiled(path).model.parameters())
+    assert memory(path).weights == pytest.approx(taken, rel=0.02)
 
 
 def test_weights_of_4_bits_that_are_rounded_again_are_dense(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from testkit.model.engine_runs import Sizes, engine_over, load, random_prompts, 
 from testkit.model.pooling_checkpoints import PoolingFiles, expected_vectors, write_classifier, write_encoder
 
 LENGTHS = [1, 2, 40, 100, 71, 200, 256, 3, 17, 255, 90]
+DEFAULTS = RunnerOptions()
 CASES = {
     "bert": PoolingFiles("mean"),
     "xlm-roberta": PoolingFiles("cls", dense_size=24),
@@ -35,19 +36,19 @@ def write_bert_scorer(path: Path) -> Path:
     return write_classifier(path, "bert")
 
 
-def engine_of(loaded: LoadedModel) -> Engine:
-    fitted = build_fitted(loaded, EngineLimits(16, 4, 256), RunnerOptions())
+def engine_of(loaded: LoadedModel, options: RunnerOptions = DEFAULTS) -> Engine:
+    fitted = build_fitted(loaded, EngineLimits(16, 4, 256), options)
     warm_up(fitted.runner, fitted.limits)
     sizes = Sizes(fitted.runner.num_blocks, max_num_batched_tokens=256, max_num_seqs=4)
     return engine_over(fitted.runner, loaded, sizes)
 
 
-def outputs(loaded: LoadedModel, texts: list[tuple[int, ...]]) -> torch.Tensor:
+def outputs(loaded: LoadedModel, texts: list[tuple[int, ...]], options: RunnerOptions = DEFAULTS) -> torch.Tensor:
     assert loaded.head is not None
     card = loaded.head.card
     params = SamplingParams(max_tokens=0, pool=PoolParams(card.task, card.pooling))
     requests = [GenerateRequest(f"text-{index}", text, params) for index, text in enumerate(texts)]
-    deltas = run(engine_of(loaded), requests, loaded.head)
+    deltas = run(engine_of(loaded, options), requests, loaded.head)
     assert all(delta.error is None for delta in deltas), [delta.error for delta in deltas]
     return torch.tensor(np.stack([np.frombuffer(delta.pooled, "<f4") for delta in deltas]))
 
