@@ -35,6 +35,8 @@ _MIN_WIDTH = 16
 _KEY_BYTES = 16 * 1024
 # Compute capabilities whose matrix units read operands from shared memory: Hopper, and Blackwell of data centres.
 READING_SHARED_MEMORY = (90, 100, 103)
+# Compute capabilities with shared memory for two programs of the larger tiles.
+_WITH_LARGE_MEMORY = (80, *READING_SHARED_MEMORY)
 # Alignments of strides that kernels are compiled for: 32 and 16 bytes of 16-bit numbers, or none.
 _ALIGNMENTS = (16, 8, 1)
 # Query heads of a program over values in keys, whose sums are wide.
@@ -62,6 +64,8 @@ class LayerShape:
     """True if a value is the first `value_size` numbers of its key."""
     heads_per_key: int = 1
     """Number of KV heads that are one head of the cache."""
+    is_quantized: bool = False
+    """True if the cache holds 8 bits of a number."""
 
     @property
     def key_width(self) -> int:
@@ -110,6 +114,7 @@ def layer_shape(call: AttentionCall, layer: LayerCache) -> LayerShape:
         call.query.itemsize,
         layer.has_values_in_keys,
         heads_per_key,
+        layer.is_quantized,
     )
 
 
@@ -123,6 +128,10 @@ def choose_tile(shape: LayerShape, is_decode: bool, capability: int) -> TileShap
     keys = min(64, max(_MIN_WIDTH, _KEY_BYTES // (width * shape.itemsize)))
     group_rows = int(triton.next_power_of_2(shape.group_size))
     if is_decode:
+        has_registers = shape.itemsize == 2 and group_rows <= _MIN_WIDTH and width <= 256
+        if shape.is_quantized and has_registers and capability in _WITH_LARGE_MEMORY:
+            # As many bytes as in 16 bits; what a tile costs beside its keys is paid half as often.
+            keys *= 2
         # A block id is read before the keys of the block, so two tiles of keys in flight need five stages.
         return TileShape(1, max(_MIN_WIDTH, group_rows), keys, num_warps=4, num_stages=5)
     if shape.itemsize > 2:

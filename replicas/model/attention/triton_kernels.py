@@ -245,6 +245,7 @@ def attend_kernel(
     first_seen = begin
     if HAS_WINDOW:
         first_seen = tl.maximum(begin, first_position + 1 - window)
+    scale *= (1.0 if HAS_SOFTCAP else _LOG2_E) * (_WIDENED_FACTOR if IS_FLOAT8 else 1.0)
     values, highest, total = _attend_keys(
         queries, rest_queries, first_position + tokens, begin, end, cached_keys, cached_values, key_scales,
         value_scales, tables + table_row * table_stride, head // HEADS_PER_KEY, scale, softcap, window, first_seen,
@@ -302,6 +303,8 @@ def _attend_keys(
 ):
     """Compute the online softmax over the keys at positions [begin, end) in one pass, with powers of two.
 
+    `scale` has the factors log2(e), unless HAS_SOFTCAP, and _WIDENED_FACTOR with IS_FLOAT8.
+
     Returns the sums of weighted values [TILE_ROWS, VALUE_WIDTH], not yet divided by the sums of weights; the largest
     score per row (0 if no key is visible); and the sum of weights per row. No key outside [first_seen, end) is read,
     nor is its place in the table: what was behind the window may belong to another sequence.
@@ -331,8 +334,9 @@ def _attend_keys(
             if HAS_SCALES:
                 value = widened(value, queries.dtype, IS_FLOAT8)
                 key = widened(key, queries.dtype, IS_FLOAT8)
-            score = tl.dot(queries, tl.trans(value), input_precision="ieee")
-            score = (score + tl.dot(rest_queries, key, input_precision="ieee")) * scale
+            score = tl.dot(queries, tl.trans(value), input_precision="ieee") + tl.dot(
+                rest_queries, key, input_precision="ieee"
+            )
         else:
             key = tl.load(
                 cached_keys + slot[None, :] * KEY_SIZE + key_columns[:, None],
@@ -341,18 +345,19 @@ def _attend_keys(
             )
             if HAS_SCALES:
                 key = widened(key, queries.dtype, IS_FLOAT8)
-            score = tl.dot(queries, key, input_precision="ieee") * scale
+            score = tl.dot(queries, key, input_precision="ieee")
         if HAS_SCALES:
             scale_at = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + keys_at % BLOCK_SIZE
-            key_scale = tl.load(key_scales + scale_at, mask=is_key, other=0.0)
-            score *= (key_scale * _WIDENED_FACTOR if IS_FLOAT8 else key_scale)[None, :]
+            score *= (tl.load(key_scales + scale_at, mask=is_key, other=0.0) * scale)[None, :]
+        else:
+            score *= scale
         if HAS_SOFTCAP:
             # softcap * tanh(score / softcap). If the exponential overflows, tanh is 1.
-            score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
+            score = softcap * _LOG2_E * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
         visible = is_key[None, :] & (keys_at[None, :] <= positions[:, None])
         if HAS_WINDOW:
             visible &= keys_at[None, :] > positions[:, None] - window
-        score = tl.where(visible, score * _LOG2_E, float("-inf"))
+        score = tl.where(visible, score, float("-inf"))
         raised = tl.maximum(highest, tl.max(score, 1))
         # A row that has seen no key has the maximum -inf, which must not be subtracted.
         raised_or_zero = tl.where(raised == float("-inf"), 0.0, raised)
@@ -369,8 +374,8 @@ def _attend_keys(
         total = total * shrink + tl.sum(weights, 1)
         if HAS_SCALES:
             # The factor keeps weights within the numbers of float16: a scale is the largest value by 127 or 448.
-            value_scale = tl.load(value_scales + scale_at, mask=is_key, other=0.0)
-            weights *= (value_scale * (_WIDENED_FACTOR if IS_FLOAT8 else _INT8_FACTOR))[None, :]
+            factor = _WIDENED_FACTOR if IS_FLOAT8 else _INT8_FACTOR
+            weights *= (tl.load(value_scales + scale_at, mask=is_key, other=0.0) * factor)[None, :]
         values = values * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         highest = raised
     if HAS_SCALES and not IS_FLOAT8:

@@ -46,12 +46,15 @@ class Float8Linear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply `inputs` [..., in_features] and return [..., out_features]."""
-        numbers, scales = self._round_inputs(inputs.reshape(-1, self.in_features).contiguous())
+        rows = self._round_inputs(inputs.reshape(-1, self.in_features).contiguous())
+        return self.multiply_rounded(*rows).view(*inputs.shape[:-1], self.out_features)
+
+    def multiply_rounded(self, numbers: Tensor, scales: Tensor) -> Tensor:
+        """Multiply rounded rows (`RowRounding`) and return [num_rows, out_features]."""
         output = torch._scaled_mm(
             numbers, self.numbers.t(), scale_a=scales[:, None], scale_b=self.scales, out_dtype=self._dtype
         )
-        output = output if self.bias is None else output + self.bias
-        return output.view(*inputs.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
 
 
 def can_multiply_float8(weight: Tensor) -> bool:

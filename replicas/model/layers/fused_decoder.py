@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from replicas.model.attention.interface import AttentionCall, AttentionPort, Scoring
 from replicas.model.attention.kv_cache import AttentionLayer
+from replicas.model.layers.float8_linear import Float8Linear
 from replicas.model.layers.linear import LinearFactory, join_linears
 from replicas.model.layers.ops import HeadLayout, LayerOps, Norm, RotaryCosSin
 
@@ -43,9 +44,11 @@ class FusedLayer(nn.Module):
         self.spec = spec
         self.scoring = Scoring(float(attention.scaling))
 
-    def attend(self, hidden: Tensor, cos_sin: RotaryCosSin, ops: LayerOps, port: AttentionPort) -> Tensor:
-        """Compute attention; return its update of the residual stream, [num_tokens, hidden_size]."""
-        rows = self.query_key_value(hidden)
+    def attend(self, rows: Tensor, cos_sin: RotaryCosSin, ops: LayerOps, port: AttentionPort) -> Tensor:
+        """Compute attention of `rows`, in which `heads` are; return its update of the residual stream.
+
+        The update is [num_tokens, hidden_size]. `rows` are changed.
+        """
         ops.rotary_embedding(rows, self.heads, cos_sin)
         query, key, value = rows.view(len(rows), -1, self.heads.size).split(
             (self.heads.num_query_heads, self.heads.num_kv_heads, self.heads.num_kv_heads), dim=1
@@ -54,9 +57,9 @@ class FusedLayer(nn.Module):
         output: Tensor = self.output(port.attend(call).flatten(1))
         return output
 
-    def transform(self, hidden: Tensor, ops: LayerOps) -> Tensor:
-        """Compute the feed-forward part; return its update of the residual stream, [num_tokens, hidden_size]."""
-        output: Tensor = self.down(ops.silu_and_mul(self.gate_up(hidden)))
+    def transform(self, rows: Tensor, ops: LayerOps) -> Tensor:
+        """Gate `rows` of gate and up projections; return their update of the residual stream, as `attend` does."""
+        output: Tensor = self.down(ops.silu_and_mul(rows))
         return output
 
 
@@ -98,11 +101,18 @@ class FusedDecoder(nn.Module):
         """Run the layers. Add their updates to `residual`, except the last feed-forward update, which is returned."""
         update = None
         for layer in self._layers:
-            hidden = self._ops.add_and_normalize(residual, update, layer.input_norm)
-            update = layer.attend(hidden, cos_sin, self._ops, self._port)
-            hidden = self._ops.add_and_normalize(residual, update, layer.post_attention_norm)
-            update = layer.transform(hidden, self._ops)
+            rows = self._project(residual, update, layer.input_norm, layer.query_key_value)
+            update = layer.attend(rows, cos_sin, self._ops, self._port)
+            rows = self._project(residual, update, layer.post_attention_norm, layer.gate_up)
+            update = layer.transform(rows, self._ops)
         return update
+
+    def _project(self, residual: Tensor, update: Tensor | None, norm: Norm, linear: nn.Module) -> Tensor:
+        """Add `update` to `residual` in place, and return the normalised sum times the layer's weight."""
+        if isinstance(linear, Float8Linear):
+            return linear.multiply_rounded(*self._ops.add_normalize_and_round(residual, update, norm))
+        output: Tensor = linear(self._ops.add_and_normalize(residual, update, norm))
+        return output
 
 
 def can_fuse(model: PreTrainedModel) -> bool:

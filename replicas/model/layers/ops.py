@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from replicas.model.layers.float8_linear import round_rows
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -51,6 +53,9 @@ class LayerOps(Protocol):
     def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         """Add `update` to `residual` [num_tokens, size] in place, and return the normalised sum."""
 
+    def add_normalize_and_round(self, residual: Tensor, update: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        """Do as `add_and_normalize`, and return its result as a `RowRounding` does: in e4m3, and the rows' scales."""
+
     def rotary_embedding(self, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> None:
         """Apply the layout's norms and the rotary embedding to the queries and keys of `rows`, in place."""
 
@@ -71,6 +76,10 @@ class TorchLayerOps:
         if update is not None:
             residual.add_(update)
         return functional.rms_norm(residual, norm.weight.shape, norm.weight, norm.epsilon)
+
+    def add_normalize_and_round(self, residual: Tensor, update: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        """See `LayerOps`."""
+        return round_rows(self.add_and_normalize(residual, update, norm))
 
     def rotary_embedding(self, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> None:
         """See `LayerOps`."""
@@ -106,6 +115,10 @@ class CppLayerOps:
         """See `LayerOps`."""
         output: Tensor = torch.ops.headway.add_and_normalize.default(residual, update, norm.weight, norm.epsilon)
         return output
+
+    def add_normalize_and_round(self, residual: Tensor, update: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        """See `LayerOps`."""
+        return round_rows(self.add_and_normalize(residual, update, norm))
 
     def rotary_embedding(self, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> None:
         """See `LayerOps`."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from replicas.model.attention.triton_kernels import quantized
+
 
 @triton.jit
 def add_and_normalize_kernel(
@@ -16,13 +18,19 @@ def add_and_normalize_kernel(
     update,
     weight,
     output,
+    scales,
     epsilon,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
 ):
-    """Compute row `program_id(0)`: residual += update, output = residual / its root mean square * weight."""
-    columns = tl.arange(0, WIDTH)
+    """Compute row `program_id(0)`: residual += update, output = residual / its root mean square * weight.
+
+    If IS_ROUNDED, the result is then rounded as by `round_rows_kernel`: the output is uint8, and `scales` [num_rows]
+    float32 are written.
+    """
+    columns = tl.arange(0, WIDTH)[None, :]
     is_column = columns < SIZE
     cells = tl.program_id(0).to(tl.int64) * SIZE + columns
     row = tl.load(residual + cells, mask=is_column, other=0.0)
@@ -31,9 +39,13 @@ def add_and_normalize_kernel(
         row = (row.to(tl.float32) + added.to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(residual + cells, row, mask=is_column)
     row = row.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(row * row, 0) / SIZE + epsilon)
+    scale = tl.rsqrt(tl.sum(row * row, 1, keep_dims=True) / SIZE + epsilon)
     factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(output + cells, (row * scale * factors).to(output.dtype.element_ty), mask=is_column)
+    numbers = (row * scale * factors).to(residual.dtype.element_ty)
+    if IS_ROUNDED:
+        numbers, row_scale = quantized(numbers, True)
+        tl.store(scales + tl.program_id(0) + tl.zeros([1, 1], tl.int32), row_scale)
+    tl.store(output + cells, numbers.to(output.dtype.element_ty), mask=is_column)
 
 
 @triton.jit

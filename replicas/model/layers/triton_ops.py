@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from replicas.model.hardware.selfcheck import find_fault, relative_error
+from replicas.model.layers.float8_linear import round_rows
 from replicas.model.layers.ops import HeadLayout, LayerOps, Norm, RotaryCosSin, TorchLayerOps
 from replicas.model.layers.triton_kernels import (
     add_and_normalize_kernel,
@@ -38,23 +39,16 @@ class TritonLayerOps:
 
     def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         """See `LayerOps`."""
-        assert residual.is_contiguous() and (update is None or update.is_contiguous())
         output = torch.empty_like(residual)
-        num_rows, size = residual.shape
-        if num_rows:
-            width = int(triton.next_power_of_2(size))
-            add_and_normalize_kernel[(num_rows,)](
-                residual,
-                residual if update is None else update,
-                norm.weight,
-                output,
-                norm.epsilon,
-                SIZE=size,
-                WIDTH=width,
-                HAS_UPDATE=update is not None,
-                num_warps=min(16, max(1, width // 512)),
-            )
+        _add_and_normalize(residual, update, norm, output, None)
         return output
+
+    def add_normalize_and_round(self, residual: Tensor, update: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        """See `LayerOps`."""
+        output = torch.empty_like(residual, dtype=torch.uint8)
+        scales = residual.new_empty(len(residual), dtype=torch.float32)
+        _add_and_normalize(residual, update, norm, output, scales)
+        return output.view(torch.float8_e4m3fn), scales
 
     def rotary_embedding(self, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> None:
         """See `LayerOps`."""
@@ -91,6 +85,29 @@ class TritonLayerOps:
         return output
 
 
+def _add_and_normalize(
+    residual: Tensor, update: Tensor | None, norm: Norm, output: Tensor, scales: Tensor | None
+) -> None:
+    """Write the normalised sum to `output`; with `scales`, rounded to e4m3."""
+    assert residual.is_contiguous() and (update is None or update.is_contiguous())
+    num_rows, size = residual.shape
+    if num_rows:
+        width = int(triton.next_power_of_2(size))
+        add_and_normalize_kernel[(num_rows,)](
+            residual,
+            residual if update is None else update,
+            norm.weight,
+            output,
+            output if scales is None else scales,
+            norm.epsilon,
+            SIZE=size,
+            WIDTH=width,
+            HAS_UPDATE=update is not None,
+            IS_ROUNDED=scales is not None,
+            num_warps=min(16, max(1, width // 512)),
+        )
+
+
 def check_layer_ops(dtype: torch.dtype, device: torch.device) -> str | None:
     """Return a description of the kernels' first fault; None if there is none.
 
@@ -117,6 +134,9 @@ def _errors(ops: LayerOps, dtype: torch.dtype, device: torch.device) -> Iterator
     normalized = ops.add_and_normalize(residual, update, norm)
     yield "add_and_normalize", relative_error(residual.float(), sums)
     yield "add_and_normalize", relative_error(normalized.float(), _EXACT.add_and_normalize(sums, None, _exact(norm)))
+    found, expected = ops.add_normalize_and_round(residual, None, norm), round_rows(normalized)
+    products = [numbers.float() * scales[:, None] for numbers, scales in (found, expected)]
+    yield "add_normalize_and_round", relative_error(*products)
     angles = draw(5, 12).float().repeat(1, 2)
     cos_sin = RotaryCosSin(angles.cos().to(dtype), angles.sin().to(dtype))
     plain = HeadLayout(5, 2, 24, None, None)

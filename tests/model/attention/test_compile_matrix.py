@@ -7,7 +7,7 @@ import math
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,7 @@ def usage(cubin: bytes) -> tuple[int, int]:
 
 def attention(name: str, kind: str, capability: int, bits: dict[str, bool] | None = None) -> Any:
     layer, scores = LAYERS[name]
+    layer = replace(layer, is_quantized=bits is not None)
     is_decode, is_split = KINDS[kind]
     tile = choose_tile(layer, is_decode, capability)
     constants = {
@@ -193,3 +194,13 @@ def test_the_kernel_over_8_bits_fits_the_device(name: str, kind: str, capability
         assert "wgmma" in ptx
     # 4 bytes would be block ids and scales alone. A warp's share of a tile with heads of 64 is 8 bytes a thread.
     assert re.search(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x(8|10)\b", ptx), "keys are not copied ahead"
+
+
+def test_a_decode_over_8_bits_has_tiles_of_as_many_bytes_where_two_programs_fit() -> None:
+    for name, wide, narrow in (("llama-3.1-8b", 64, 128), ("gemma-2b", 32, 64), ("deepseek-v3", 16, 16)):
+        for capability in DEVICES:
+            keys = [
+                choose_tile(replace(LAYERS[name][0], is_quantized=is_quantized), True, capability).keys
+                for is_quantized in (False, True)
+            ]
+            assert keys == [wide, narrow if capability in (80, 90, 100) else wide]

@@ -185,7 +185,7 @@ def test_the_other_kernels_compile() -> None:
 def test_the_kernels_of_a_layers_small_operations_compile(shape: LayerShape) -> None:
     heads = {"NUM_QUERY_HEADS": 32, "NUM_KV_HEADS": 8, "SIZE": 128, "HALF_WIDTH": 64, "TILE_HEADS": 8}
     for is_special in (False, True):
-        normalize = {"SIZE": 4096, "WIDTH": 4096, "HAS_UPDATE": is_special}
+        normalize = {"SIZE": 4096, "WIDTH": 4096, "HAS_UPDATE": is_special, "IS_ROUNDED": False}
         assert compiled(add_and_normalize_kernel, shape, 90, normalize, num_warps=8).asm["ptx"]
         assert compiled(rotary_embedding_kernel, shape, 90, {**heads, "HAS_NORMS": is_special}).asm["ptx"]
     assert compiled(silu_and_mul_kernel, shape, 90, {"SIZE": 14336, "TILE": 1024}).asm["ptx"]

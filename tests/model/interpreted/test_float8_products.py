@@ -1,5 +1,7 @@
 """Products of 8-bit floats, weights and inputs rounded: the numbers of the kernel, and the tokens of a CPU."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("triton")
@@ -11,6 +13,8 @@ from torch.torch_version import TorchVersion
 from replicas.errors import ModelLoadError
 from replicas.model.layers import float8_linear
 from replicas.model.layers.float8_linear import Float8Linear, check_float8, round_rows
+from replicas.model.layers.ops import Norm
+from replicas.model.layers.triton_ops import TritonLayerOps, check_layer_ops
 from replicas.model.layers.triton_panels import TritonPanels
 from replicas.model.loading import loader
 from replicas.model.loading.config import read_config
@@ -39,6 +43,22 @@ def test_rows_are_rounded_as_by_the_definition(dtype: torch.dtype, size: int) ->
     assert not scales[5:].isfinite().any() and scales[:5].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 208, 1056])
+def test_a_norm_rounds_rows_as_the_rounding_behind_it(dtype: torch.dtype, size: int) -> None:
+    ops, norm = TritonLayerOps(), Norm(drawn(size, dtype=dtype), 1e-5)
+    rows = drawn(6, size, seed=3, dtype=dtype)
+    rows[3], rows[4, 5], rows[5, 1] = 0, torch.inf, torch.nan
+    for update in (None, drawn(6, size, seed=4, dtype=dtype)):
+        sums, expected_sums = rows.clone(), rows.clone()
+        numbers, scales = ops.add_normalize_and_round(sums, update, norm)
+        normalized = ops.add_and_normalize(expected_sums, update, norm)
+        expected, expected_scales = TritonPanels(CPU).round_rows(normalized)
+        assert torch.equal(sums[:4], expected_sums[:4])
+        assert torch.equal(codes(numbers[:4]), codes(expected[:4])) and torch.equal(scales[:4], expected_scales[:4])
+        assert not scales[4:].isfinite().any() and scales[:4].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_products_are_those_of_the_rounded_numbers(dtype: torch.dtype) -> None:
     weight, bias, rows = drawn(48, 208, dtype=dtype), drawn(48, seed=2, dtype=dtype), drawn(3, 5, 208, dtype=dtype)
@@ -63,6 +83,17 @@ def test_a_fault_of_the_rounding_is_found() -> None:
     assert "a product of rounded rows" in str(check_float8(wrong, torch.float32, CPU))
 
 
+def test_a_fault_of_a_rounding_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TritonLayerOps.add_normalize_and_round
+
+    def wrong(*arguments: Any) -> tuple[Tensor, Tensor]:
+        numbers, scales = right(*arguments)
+        return numbers, scales * 1.01
+
+    monkeypatch.setattr(TritonLayerOps, "add_normalize_and_round", wrong)
+    assert "add_normalize_and_round" in str(check_layer_ops(torch.float32, CPU))
+
+
 def test_a_version_of_torch_whose_products_hang_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Tensor) -> tuple[Tensor, Tensor]:
         raise AssertionError("the products were tried")
@@ -73,9 +104,15 @@ def test_a_version_of_torch_whose_products_hang_is_not_tried(monkeypatch: pytest
         assert words in str(check_float8(fails, torch.float32, CPU))
 
 
-def test_the_tokens_are_those_of_a_cpu() -> None:
-    path = cached_checkpoint("llama")
-    on_gpu = load_in_panels(path, TritonPanels(CPU), "fp8_w8a8")
+def test_the_tokens_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, right, sizes = cached_checkpoint("llama"), TritonPanels.round_rows, []
+
+    def noted(self: TritonPanels, rows: Tensor) -> tuple[Tensor, Tensor]:
+        sizes.append(rows.shape[1])
+        return right(self, rows)
+
+    monkeypatch.setattr(TritonPanels, "round_rows", noted)
+    on_gpu = load_in_panels(path, TritonPanels(CPU), "fp8_w8a8", TritonLayerOps())
     on_cpu, exact = load(path, quantization="fp8_w8a8"), load(path)
     for loaded in (on_gpu, on_cpu):
         kinds = {type(module) for module in loaded.model.modules() if isinstance(module, (Float8Linear, nn.Linear))}
@@ -85,6 +122,10 @@ def test_the_tokens_are_those_of_a_cpu() -> None:
         [output.token_ids for output in run(build_engine(loaded), requests)] for loaded in (on_gpu, on_cpu, exact)
     )
     assert found == expected != other
+    config = on_gpu.model.config
+    num_passes = sizes.count(config.intermediate_size) // config.num_hidden_layers
+    # Beside the output layer, two of a layer's four have no norm in front that rounds.
+    assert len(sizes) == num_passes * (2 * config.num_hidden_layers + 1) > 0
 
 
 def test_a_gpu_without_such_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

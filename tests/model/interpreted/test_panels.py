@@ -19,7 +19,7 @@ from replicas.model.layers import triton_panels
 from replicas.model.layers.experts import FusedExperts
 from replicas.model.layers.kept_experts import round_experts
 from replicas.model.layers.linear import choose_panels, join_linears, kept_panels, plain_linear
-from replicas.model.layers.ops import TorchLayerOps
+from replicas.model.layers.ops import LayerOps, TorchLayerOps
 from replicas.model.layers.optimize import FusedModules, optimize_model, panel_products
 from replicas.model.layers.panels import PanelLinear, ParallelLinears, compile_panels, pack_panels, panel_linear
 from replicas.model.layers.rounding import ROUNDINGS
@@ -227,8 +227,10 @@ KEPT = {
 """Formats, and the end of the words about what becomes of their weights on a GPU."""
 
 
-def load_in_panels(path: Path, products: TritonPanels, quantization: str = "none") -> LoadedModel:
-    """Load a checkpoint as on a GPU: weights in panels, but the other layers in plain torch."""
+def load_in_panels(
+    path: Path, products: TritonPanels, quantization: str = "none", ops: LayerOps | None = None
+) -> LoadedModel:
+    """Load a checkpoint as on a GPU: weights in panels, but the other layers in plain torch if there are no `ops`."""
     kept = kept_panels(products, quantization, rounds_again=quantization in ROUNDS_AGAIN)
     weights = load_weights(str(path), read_config(str(path)), torch.float32, kept=kept)
     model = weights.model.eval()
@@ -236,7 +238,7 @@ def load_in_panels(path: Path, products: TritonPanels, quantization: str = "none
     layers = probe_attention(model, port)
     if quantization != "none":
         round_experts(model, ROUNDINGS[quantization], products)
-    optimize_model(model, port, layers, FusedModules(TorchLayerOps(), choose_panels(products, quantization)))
+    optimize_model(model, port, layers, FusedModules(ops or TorchLayerOps(), choose_panels(products, quantization)))
     return replace(load(path), model=model, port=port, layers=layers, weights=weights.description)
 
 

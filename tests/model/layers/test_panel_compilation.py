@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from replicas.model.attention.triton import LayerShape
 from replicas.model.layers.panels import WHOLE, PanelFormat, unit_bytes
+from replicas.model.layers.triton_kernels import add_and_normalize_kernel
 from replicas.model.layers.triton_panel_kernels import panel_linear_kernel, round_rows_kernel, widen_kernel
 from replicas.model.layers.triton_panels import INVARIANT_TILE, most_rows, panel_tile, row_division
 from tests.model.attention.test_compile_matrix import DEVICES, resources
@@ -123,3 +124,12 @@ def test_the_rounding_of_rows_keeps_a_row_in_registers(capability: int, size: in
     )
     assert resources(kernel).stack == 0
     assert "ld.global.v4" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [90, *OTHERS])
+def test_a_norm_keeps_the_row_that_it_rounds_in_registers(capability: int) -> None:
+    constants = {"SIZE": 4096, "WIDTH": 4096, "HAS_UPDATE": True, "IS_ROUNDED": True}
+    pointers = {"output": "*u8", "scales": "*fp32"}
+    kernel = compiled(add_and_normalize_kernel, LLAMA, capability, constants, num_warps=8, pointers=pointers)
+    assert resources(kernel).stack == 0
+    assert "ld.global.v4" in kernel.asm["ptx"] and "st.global.v4" in kernel.asm["ptx"]
