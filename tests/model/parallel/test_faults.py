@@ -1,6 +1,5 @@
 """Ranks that differ, fail or die end their replica, and leave no process behind."""
 
-import pickle
 import signal
 import struct
 import subprocess
@@ -16,7 +15,7 @@ from replicas.engine.batch import ScheduledBatch
 from replicas.errors import ModelLoadError
 from replicas.model.loading.config import read_config
 from replicas.model.parallel.shares import ModelCuts, Share
-from replicas.model.ranks.leading_runner import RankMessage
+from replicas.model.ranks.messages import RankMessage
 from replicas.model.ranks.ring import RankLost, RingReader
 from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint
@@ -39,13 +38,13 @@ class FlippingReader(RingReader):
         if message is None:
             return None
         self.num_left -= 1
-        found: RankMessage = pickle.loads(message)
+        found = RankMessage.of_bytes(message)
         if self.num_left >= 0 or found.step is None or found.step.sampling is None:
             return message
         plan = found.step.sampling.full
         assert plan is not None
         found.step.words[plan.columns.start] = _flipped(found.step.words[plan.columns.start])
-        return pickle.dumps(found)
+        return found.to_bytes()
 
 
 def _flipped(word: int) -> int:
