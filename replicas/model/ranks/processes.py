@@ -74,6 +74,10 @@ class RankProcesses:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END_LIMIT_S)
+        self.remove_files()
+
+    def remove_files(self) -> None:
+        """Remove the file through which the ranks have met: this process ends, and with it the others."""
         self._folder.cleanup()
 
     def _start(self, options: RankOptions, share: Share) -> None:
