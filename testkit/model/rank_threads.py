@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from replicas.engine.engine import Engine
+from replicas.model.cuda_graphs.graphs import PlannedAttention
 from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.loading.options import Device, ModelOptions
 from replicas.model.parallel.rank_group import RankGroup
@@ -65,11 +66,14 @@ class Ranks:
 
 @contextmanager
 def following(
-    parts: list[LoadedModel], sizes: Sizes | None = None, make_reader: type[RingReader] = RingReader
+    parts: list[LoadedModel],
+    sizes: Sizes | None = None,
+    make_reader: type[RingReader] = RingReader,
+    planned: PlannedAttention | None = None,
 ) -> Iterator[Ranks]:
-    """Let threads follow the first rank while the context lasts."""
+    """Let threads follow the first rank while the context lasts. Given `planned` attention, small steps are padded."""
     sizes = sizes or Sizes()
-    runners = [make_runner(part, sizes) for part in parts]
+    runners = [make_runner(part, sizes, planned=planned) for part in parts]
     files, has_ended = RingFiles.create(len(parts) - 1), threading.Event()
     leading = LeadingRunner(runners[0], RingWriter(files), _LIMIT_S)
 
