@@ -20,8 +20,8 @@ _IDLE_S = 1.0
 class LeadingRunner:
     """`ModelRunner` of the first rank. Each step is published before it runs, and all ranks run it.
 
-    Every rank samples the same tokens, since logits are gathered and random numbers depend on counters alone. A rank
-    with other tokens than the first would write other keys and values from then on.
+    Every rank samples the same tokens, since logits, or the highest ones of greedy rows, are gathered, and random
+    numbers depend on counters alone. A rank with other tokens would write other keys and values from then on.
 
     A step that could not be planned may be repeated. After a later error the ranks may differ, and every launch fails.
     """
