@@ -6,7 +6,6 @@ computes it. The target is a median of at most 60 us for plan, write and read to
 
 from __future__ import annotations
 
-import pickle
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +21,7 @@ from replicas.model.cuda_graphs.padding import StepPadding
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.options import ModelOptions
 from replicas.model.planner import StepPlanner
-from replicas.model.ranks.leading_runner import RankMessage
+from replicas.model.ranks.messages import RankMessage
 from replicas.model.ranks.ring import RingFiles, RingReader, RingWriter
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling.token_counts import CountSlots
@@ -62,11 +61,11 @@ class NullRunner:
         begun = time.perf_counter()
         message = self.planner.plan(batch).message
         planned = time.perf_counter()
-        self.writer.write(pickle.dumps(RankMessage(1, message, samples=True)))
+        self.writer.write(RankMessage(1, message, samples=True).to_bytes())
         written = time.perf_counter()
         published = self.reader.read(_LIMIT_S)
         assert published is not None
-        pickle.loads(published)
+        RankMessage.of_bytes(published)
         ended = time.perf_counter()
         moments = (begun, planned, written, ended)
         self.times_us.append([1e6 * (end - start) for start, end in pairwise(moments)])

@@ -29,9 +29,11 @@ from bench.gpu.model_checks import (
     Check,
     check_ahead,
     check_architecture,
+    check_rank_in_graphs,
     check_replay,
     check_sampler,
     check_threads,
+    check_two_ranks,
 )
 from replicas.engine.config import EngineLimits
 from replicas.model.build import build_runner, warm_up
@@ -41,6 +43,7 @@ from replicas.protocol import SamplingParams
 from testkit.model.paged_cases import KINDS, Chunks
 
 LARGE_ARCHITECTURES = ("llama", "gemma2-window", "gpt_oss-window", "qwen3_moe")
+PARALLEL_ARCHITECTURES = ("llama", "qwen3_moe")
 COMPILED_ARCHITECTURES = ("gemma2-window", "gpt_oss-window", "qwen3_moe")
 TINY = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512,
@@ -68,7 +71,8 @@ _GRAPH_ADVICE = "enforce_eager=true avoids graphs; see replicas/model/cuda_graph
 
 def groups(target: Target) -> tuple[Group, ...]:
     """Return the groups: what must be right first, then times, then the host's share, then what may end a process."""
-    return (*_correctness(target), *_panels(target), *_times(target), *_host(target), *_risky(target))
+    parts = (_correctness, _panels, _times, _host, _parallel, _risky)
+    return tuple(group for part in parts for group in part(target))
 
 
 def _correctness(target: Target) -> Iterable[Group]:
@@ -147,6 +151,16 @@ def _times(target: Target) -> Iterable[Group]:
 def _host(target: Target) -> Iterable[Group]:
     yield Group("host", "host gap", (Item("gaps", partial(_host_gap, target), limit_s=240.0),))
     yield Group("host", "trace", (Item("three engines", partial(_trace, target), limit_s=300.0),))
+
+
+def _parallel(target: Target) -> Iterable[Group]:
+    advice = "tensor_parallel_size=1 avoids it; see replicas/model/parallel"
+    checks = {"one rank in graphs": check_rank_in_graphs, "two ranks on one device": check_two_ranks}
+    items = [
+        _checked(f"{architecture}, {name}", partial(check, architecture, target.device), advice)
+        for architecture in PARALLEL_ARCHITECTURES[: 1 if target.is_tiny else None] for name, check in checks.items()
+    ]  # fmt: skip
+    yield Group("parallel", "parallel", tuple(items))
 
 
 def _risky(target: Target) -> Iterable[Group]:

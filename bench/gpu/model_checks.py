@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from bench.engine.engines import make_engine
 from bench.gpu.device_time import num_graphs, release
@@ -22,6 +23,7 @@ from replicas.model.loading.options import Device, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
 from testkit.model.engine_runs import (
+    Prompt,
     Sizes,
     build_engine,
     load,
@@ -32,6 +34,7 @@ from testkit.model.engine_runs import (
     sample,
     tokens,
 )
+from testkit.model.rank_threads import following, load_parts
 from testkit.model.recorded_steps import num_changed_steps, record
 from testkit.model.tiny_checkpoints import write_checkpoint
 
@@ -121,18 +124,10 @@ def check_architecture(
         loaded.port.recurrent.backend = choose_states(loaded.state_spec(sizes.block_size))
         engine = build_engine(loaded, sizes, choose_attention(loaded.attention_spec(sizes.block_size), attention))
         outputs = tokens(engine, prompts, SamplingParams(max_tokens=24, temperature=0.0))
-    gaps = []
-    for prompt, output, other in zip(prompts, outputs, expected, strict=True):
-        index = next((i for i in range(len(other)) if output[i] != other[i]), None)
-        if index is not None:
-            known = torch.tensor([[*prompt, *other[:index]]], device=device)
-            with torch.inference_mode():
-                logits = reference(known).logits[0, -1]
-            gaps.append(abs(float(logits[output[index]] - logits[other[index]])))
-    detail = f"{len(gaps)} first differences" + (f", largest gap {max(gaps):.1e}" if gaps else "")
+    gaps = _gaps(reference, prompts, outputs, expected)
     layers = "compiled layers" if compile_layers else "layers as served"
     name = f"{architecture} equals generate(), attention by {attention}, {layers}"
-    return Check(name, all(gap < NEAR_TIE for gap in gaps), detail)
+    return Check(name, *_verdict(gaps))
 
 
 def check_sampler(device: str) -> Check:
@@ -204,6 +199,54 @@ def check_replay(architecture: str, device: Device) -> Check:
         num_faults = num_changed_steps(_runner(loaded, _SMALL, is_ahead=True), steps)
     detail = f"{num_faults} of {len(steps)} steps differ"
     return Check(f"{architecture}, recorded messages on a second runner", num_faults == 0 and len(steps) > 0, detail)
+
+
+def check_rank_in_graphs(architecture: str, device: Device) -> Check:
+    """Check that the only rank of a group, whose collectives are captured, computes the same as a whole model."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_checkpoint(Path(directory), architecture, with_tokenizer=False)
+        plain, _ = _run(load(path, device=device), _SMALL, is_ahead=False)
+        [part] = load_parts(path, 1, device)
+        ahead, num_captured = _run(part, _SMALL, is_ahead=True)
+    num_different = _num_unequal(plain, ahead)
+    return Check(
+        f"{architecture}, collectives of one rank in graphs",
+        num_different == 0 and (num_captured > 0 or device == "cpu"),
+        f"{num_different} of {len(plain)} sequences differ, {num_captured} graphs",
+    )
+
+
+def check_two_ranks(architecture: str, device: Device) -> Check:
+    """Check that the tokens of two ranks on the same device, joined by gloo, are those of `generate()` there."""
+    prompts = random_prompts((5, 33, 60, 90))
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_checkpoint(Path(directory), architecture, with_tokenizer=False)
+        reference = reference_model(path).to(device)
+        expected = reference_tokens(reference, prompts, max_tokens=24)
+        with following(load_parts(path, 2, device)) as ranks:
+            outputs = tokens(ranks.engine(), prompts, SamplingParams(max_tokens=24, temperature=0.0))
+    verdict = _verdict(_gaps(reference, prompts, outputs, expected))
+    return Check(f"{architecture}, two ranks on one device equal generate()", *verdict)
+
+
+def _gaps(
+    reference: PreTrainedModel, prompts: Items[Prompt], outputs: Items[list[int]], expected: Items[list[int]]
+) -> list[float]:
+    """Return the gaps between the reference's logits of the tokens where an output first differs from the expected."""
+    gaps = []
+    for prompt, output, other in zip(prompts, outputs, expected, strict=True):
+        index = next((i for i in range(len(other)) if output[i] != other[i]), None)
+        if index is not None:
+            known = torch.tensor([[*prompt, *other[:index]]], device=reference.device)
+            with torch.inference_mode():
+                logits = reference(known).logits[0, -1]
+            gaps.append(abs(float(logits[output[index]] - logits[other[index]])))
+    return gaps
+
+
+def _verdict(gaps: list[float]) -> tuple[bool, str]:
+    detail = f"{len(gaps)} first differences" + (f", largest gap {max(gaps):.1e}" if gaps else "")
+    return all(gap < NEAR_TIE for gap in gaps), detail
 
 
 def _num_unequal(some: Items[object], others: Items[object]) -> int:

@@ -22,7 +22,7 @@ from replicas.model.loading.loader import LoadedModel
 from replicas.model.planner import FlatPass, PlannedStep, StepMessage, StepPlanner
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
 from replicas.model.sampling.masks import MaskMessage
-from replicas.model.sampling.sampler import PendingTokens, SampledTokens, Sampler, SamplingPlan
+from replicas.model.sampling.sampler import PendingTokens, SampledTokens, Sampler, SamplingPlan, sample_greedy
 from replicas.model.sampling.token_counts import CountSlots, TokenCounts
 
 
@@ -32,7 +32,7 @@ class RunningStep:
 
     sampling: SamplingPlan | None
     logits: Tensor | None
-    """[num_rows, vocab_size], of the rows that sample; None once they have been sampled."""
+    """[num_rows, vocab_size], of the rows that sample, see `LoadedModel.logits`; None once they have been sampled."""
     greedy: SampledTokens | None
     on_device: DeviceBuffer
     to_host: DeviceToHostBuffer
@@ -190,9 +190,13 @@ class TorchModelRunner:
             assert step.logits is not None
             with self._loaded.ops():
                 placed = None if masks is None else masks.place(self._loaded.device)
-                step.tokens = self._sampler.launch(
-                    step.sampling, step.logits, step.greedy, step.on_device, step.to_host, placed
-                )
+                logits, greedy, cut = step.logits, step.greedy, self._loaded.cut_logits
+                needs_all = placed is not None or not step.sampling.needs_highest_alone
+                if cut is not None and needs_all:
+                    logits = cut.join(logits)
+                elif cut is not None and greedy is None:
+                    greedy = sample_greedy(logits, cut)
+                step.tokens = self._sampler.launch(step.sampling, logits, greedy, step.on_device, step.to_host, placed)
             self._last_tokens = step.tokens.tokens
         step.logits = None
         step.to_host.close(self._loaded.device)
@@ -215,7 +219,9 @@ class TorchModelRunner:
     ) -> PendingLogprobs:
         """Launch the log probabilities of the pass's prompt tokens."""
         with self._loaded.ops():
-            return launch_logprobs(logits[: len(flat.targets)], on_device.ints(flat.targets), flat.max_top, to_host)
+            scored, cut = logits[: len(flat.targets)], self._loaded.cut_logits
+            scored = scored if cut is None else cut.join(scored)
+            return launch_logprobs(scored, on_device.ints(flat.targets), flat.max_top, to_host)
 
 
 def _sums(hidden: Tensor, lengths: Sequence[int]) -> Tensor:

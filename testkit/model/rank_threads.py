@@ -14,8 +14,9 @@ from typing import TypeVar
 import torch
 
 from replicas.engine.engine import Engine
+from replicas.model.cuda_graphs.graphs import PlannedAttention
 from replicas.model.loading.loader import LoadedModel, load_model
-from replicas.model.loading.options import ModelOptions
+from replicas.model.loading.options import Device, ModelOptions
 from replicas.model.parallel.rank_group import RankGroup
 from replicas.model.parallel.shares import Share
 from replicas.model.ranks.leading_runner import FollowingRunner, LeadingRunner
@@ -35,13 +36,14 @@ def on_ranks(num_ranks: int, call: Callable[[int], _Result]) -> list[_Result]:
         return list(pool.map(call, range(num_ranks)))
 
 
-def load_parts(path: Path, num_ranks: int, **options: object) -> list[LoadedModel]:
-    """Load the parts of a checkpoint in float32, without the C++ kernels unless `options` name them."""
-    chosen = {"kernel_cache_dir": None, "dtype": "float32", "device": "cpu", "max_model_len": MAX_MODEL_LEN, **options}
+def load_parts(path: Path, num_ranks: int, device: Device = "cpu", **options: object) -> list[LoadedModel]:
+    """Load the parts of a checkpoint in float32 on one device, without the C++ kernels unless `options` name them."""
+    chosen = {"kernel_cache_dir": None, "dtype": "float32", "device": device, "max_model_len": MAX_MODEL_LEN, **options}
     with tempfile.TemporaryDirectory() as folder:
 
         def join(rank: int) -> RankGroup:
-            return RankGroup(Share(rank, num_ranks), torch.device("cpu"), Path(folder, "meeting"))
+            share, meeting_file = Share(rank, num_ranks), Path(folder, "meeting")
+            return RankGroup(share, torch.device(device), meeting_file, shares_device=num_ranks > 1)
 
         groups = on_ranks(num_ranks, join)
     # One after the other: transformers changes its classes while it loads.
@@ -64,11 +66,14 @@ class Ranks:
 
 @contextmanager
 def following(
-    parts: list[LoadedModel], sizes: Sizes | None = None, make_reader: type[RingReader] = RingReader
+    parts: list[LoadedModel],
+    sizes: Sizes | None = None,
+    make_reader: type[RingReader] = RingReader,
+    planned: PlannedAttention | None = None,
 ) -> Iterator[Ranks]:
-    """Let threads follow the first rank while the context lasts."""
+    """Let threads follow the first rank while the context lasts. Given `planned` attention, small steps are padded."""
     sizes = sizes or Sizes()
-    runners = [make_runner(part, sizes) for part in parts]
+    runners = [make_runner(part, sizes, planned=planned) for part in parts]
     files, has_ended = RingFiles.create(len(parts) - 1), threading.Event()
     leading = LeadingRunner(runners[0], RingWriter(files), _LIMIT_S)
 

@@ -88,7 +88,7 @@ def step_shapes(
 class StepOutputs:
     """Outputs of a pass, one row for each item that samples. The next replay of any graph overwrites them."""
 
-    logits: Tensor  # [num_rows, vocab_size] in the model's dtype
+    logits: Tensor  # [num_rows, vocab_size] in the model's dtype, see `LoadedModel.logits`
     greedy: SampledTokens
 
     def first(self, num_rows: int) -> StepOutputs:
@@ -191,7 +191,7 @@ class GraphRunner:
         rows = 0 if inputs.logits_rows is None else inputs.logits_rows
         logits = self._keep(self._loaded.logits(context, inputs.input_ids, inputs.position_ids, rows, states))
         # In the logits' own type: their order in float32 is the same, and a copy would take twice their memory.
-        return StepOutputs(logits, sample_greedy(logits))
+        return StepOutputs(logits, sample_greedy(logits, self._loaded.cut_logits))
 
     def _keep(self, logits: Tensor) -> Tensor:
         """Copy `logits` into the buffer that all shapes share: kept apart, they would take several times its size."""

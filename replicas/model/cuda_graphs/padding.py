@@ -118,11 +118,11 @@ class BlockTableRows:
             row, first, end = rows.item(index), num_written.item(index), num_blocks.item(index)
             for number, factor in enumerate(self._factors):
                 # A sequence's table only grows until the sequence is preempted.
-                new_blocks = [block * factor for block in table_of(columns.sequences[index], number)[first:end]]
-                self.tables[number, row, first:end] = new_blocks
+                blocks.extend([block * factor for block in table_of(columns.sequences[index], number)[first:end]])
                 first_cell = (number * self.tables.shape[1] + row) * self.tables.shape[2]
                 cells.extend(range(first_cell + first, first_cell + end))
-                blocks.extend(new_blocks)
+        if cells:
+            self.tables.reshape(-1)[cells] = blocks
         self._admissions[rows] = np.maximum(columns.admissions, 0)
         self._num_written[rows] = num_blocks
         return BlockTableUpdate(to_device.ints(cells), to_device.ints(blocks))

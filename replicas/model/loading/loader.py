@@ -42,6 +42,7 @@ from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions
 from replicas.model.loading.weights import load_weights
+from replicas.model.parallel.cut_logits import CutLogits
 from replicas.model.parallel.joined_layers import join_layers
 from replicas.model.parallel.rank_group import RankGroup
 from replicas.model.parallel.shares import ModelCuts
@@ -100,6 +101,11 @@ class LoadedModel:
     ranks: RankGroup | None = None
     """Ranks that have the other parts of the model; None: the model is whole."""
 
+    @property
+    def cut_logits(self) -> CutLogits | None:
+        """Join of the logits of several ranks; None: `logits` returns those of all tokens."""
+        return None if self.ranks is None else CutLogits(self.ranks, self.vocab_size)
+
     def ops(self) -> AbstractContextManager[object]:
         """Return the context in which the model's operations are those that it was loaded for."""
         if not self.is_batch_invariant:
@@ -128,7 +134,7 @@ class LoadedModel:
     ) -> Tensor:
         """Run a forward pass with attention by `context` and return logits [num_rows, vocab_size] in `dtype`.
 
-        `states` are those of recurrent layers.
+        Of several ranks each returns the logits of its part of the tokens. `states` are those of recurrent layers.
 
         Ids and positions are [1, num_tokens] int64. `rows` [num_rows] int64 are the tokens whose logits are returned;
         0 means all.

@@ -54,35 +54,12 @@ class CutEmbedding(nn.Module):
         return with_unknown_as_nan(self._group.sum(embeddings), token_ids == token_ids.clamp(0, self._vocab_size - 1))
 
 
-class CutOutputLayer(nn.Module):
-    """Output layer of which each rank has a range of the rows: every rank returns the logits of all tokens."""
-
-    def __init__(self, part: nn.Module, group: RankGroup, vocab_size: int) -> None:
-        super().__init__()
-        self.part = part
-        self._group = group
-        self._vocab_size = vocab_size
-
-    @property
-    def weight(self) -> Tensor:
-        """Rows of this rank, [num_rows, size]."""
-        weight = self.part.weight
-        assert isinstance(weight, Tensor)
-        return weight
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., vocab_size] of `hidden` [..., size]."""
-        return self._group.gather(self.part(hidden))[..., : self._vocab_size]
-
-
 def join_layers(model: PreTrainedModel, group: RankGroup, vocab_size: int) -> None:
     """Join the layers of a rank's part of a model, whose modules are final, with those of the other ranks."""
-    embedding, output_layer = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if name in _SUMMED:
                 setattr(parent, name, SummedLayer(child, group))
             elif child is embedding:
                 setattr(parent, name, CutEmbedding(child, group, vocab_size))
-            elif child is output_layer:
-                setattr(parent, name, CutOutputLayer(child, group, vocab_size))

@@ -26,24 +26,32 @@ class RankGroup:
     """
 
     def __init__(
-        self, share: Share, device: torch.device, meeting_file: Path, check: Callable[[], None] = lambda: None
+        self,
+        share: Share,
+        device: torch.device,
+        meeting_file: Path,
+        check: Callable[[], None] = lambda: None,
+        *,
+        shares_device: bool = False,
     ) -> None:
         """Join the group of the ranks that give the same new `meeting_file`, and wait for them.
 
-        `check` is called while the rank waits, and ends the wait with an error.
+        `check` is called while the rank waits, and ends the wait with an error. NCCL refuses ranks on the same GPU: if
+        it `shares_device`, gloo's collectives go through the host.
         """
         self.share = share
         self.device = device
         store = FileStore(str(meeting_file), share.num_ranks)
         store.set_timeout(_TIMEOUT)
         _meet(store, share, check)
-        self._group = _process_group(share, device, store)
+        self._uses_nccl = device.type == "cuda" and not shares_device
+        self._group = (_nccl if self._uses_nccl else _gloo)(share, store)
         self.least(0)  # The first collective makes the connections.
 
     def sum(self, part: Tensor) -> Tensor:
         """Return the sum of the ranks' parts, the same numbers on each rank; `part` may be overwritten."""
         part = part.contiguous()
-        if self.share.num_ranks > 2 and self.device.type == "cpu":
+        if self.share.num_ranks > 2 and not self._uses_nccl:
             # gloo's order of additions depends on the place in the tensor, so that a row could depend on others.
             return torch.stack(self._parts(part)).sum(dim=0)
         self._group.allreduce([part]).wait()
@@ -70,8 +78,8 @@ class RankGroup:
         return self.least(number) == -self.least(-number)
 
     def abort(self) -> None:
-        """End a collective that waits for a rank that is lost. Between CPUs it ends by itself."""
-        if self.device.type == "cuda":
+        """End a collective that waits for a rank that is lost. One of gloo ends by itself."""
+        if self._uses_nccl:
             self._group.abort()
 
     def _parts(self, part: Tensor) -> list[Tensor]:
@@ -92,16 +100,18 @@ def _meet(store: Any, share: Share, check: Callable[[], None]) -> None:
         time.sleep(_MEETING_PERIOD_S)
 
 
-def _process_group(share: Share, device: torch.device, store: Any) -> Any:
-    """Return a group of its own, so that a process can have several."""
-    if device.type == "cuda":
-        # Only torch for CUDA has it.
-        from torch.distributed import ProcessGroupNCCL
+def _nccl(share: Share, store: Any) -> Any:
+    """Return a group of NCCL of its own, so that a process can have several."""
+    from torch.distributed import ProcessGroupNCCL  # Only torch for CUDA has it.
 
-        options = ProcessGroupNCCL.Options()
-        options._timeout = _TIMEOUT
-        return ProcessGroupNCCL(store, share.rank, share.num_ranks, options)
-    on_loopback = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    on_loopback._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    on_loopback._timeout = _TIMEOUT
-    return ProcessGroupGloo(store, share.rank, share.num_ranks, on_loopback)
+    options = ProcessGroupNCCL.Options()
+    options._timeout = _TIMEOUT
+    return ProcessGroupNCCL(store, share.rank, share.num_ranks, options)
+
+
+def _gloo(share: Share, store: Any) -> Any:
+    """Return a group of gloo of its own, on this machine."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = _TIMEOUT
+    return ProcessGroupGloo(store, share.rank, share.num_ranks, options)

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import pickle
 import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from replicas.engine.batch import ScheduledBatch, StepResults
-from replicas.model.planner import PlannedStep, StepMessage
+from replicas.model.planner import PlannedStep
+from replicas.model.ranks.messages import RankMessage
 from replicas.model.ranks.ring import RankLost, RingReader, RingWriter
 from replicas.model.runner import RunningStep, TorchModelRunner
-from replicas.model.sampling.masks import MaskMessage
 
 _ANSWER_PAUSE_S = 200e-6
 _IDLE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class RankMessage:
-    """Message to run a step, to sample it, or both."""
-
-    number: int
-    step: StepMessage | None
-    """None: the step was launched by the message before."""
-    samples: bool
-    """False: the masks with which the step samples are known later, and come in a message of their own."""
-    masks: MaskMessage | None = None
-
-
 class LeadingRunner:
     """`ModelRunner` of the first rank. Each step is published before it runs, and all ranks run it.
 
-    Every rank samples the same tokens, since logits are gathered and random numbers depend on counters alone. A rank
-    with other tokens than the first would write other keys and values from then on.
+    Every rank samples the same tokens, since logits, or the highest ones of greedy rows, are gathered, and random
+    numbers depend on counters alone. A rank with other tokens would write other keys and values from then on.
 
     A step that could not be planned may be repeated. After a later error the ranks may differ, and every launch fails.
     """
@@ -62,7 +48,7 @@ class LeadingRunner:
             masks = planned.masks.message() if samples and planned.masks is not None else None
         self._num_steps += 1
         with self.together():
-            self._ring.write(pickle.dumps(RankMessage(self._num_steps, planned.message, samples, masks)))
+            self._ring.write(RankMessage(self._num_steps, planned.message, samples, masks).to_bytes())
             running = self._runner.run(planned.message)
             if samples:
                 self._runner.sample(running, masks)
@@ -73,7 +59,7 @@ class LeadingRunner:
         with self._runner.planner.running():
             masks = None if planned.masks is None else planned.masks.message()
         with self.together():
-            self._ring.write(pickle.dumps(RankMessage(self._num_steps, None, True, masks)))
+            self._ring.write(RankMessage(self._num_steps, None, True, masks).to_bytes())
             self._runner.sample(running, masks)
 
     def check(self, number: int, running: RunningStep) -> None:
@@ -155,7 +141,7 @@ class FollowingRunner:
             self._ring.answer(number, digest_of(running))
         message = self._ring.read(_ANSWER_PAUSE_S if self._sampled else limit_s)
         if message is not None:
-            self._run(pickle.loads(message))
+            self._run(RankMessage.of_bytes(message))
 
     def _run(self, message: RankMessage) -> None:
         if message.step is not None:

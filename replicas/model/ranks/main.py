@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
 import threading
 import traceback
@@ -18,7 +19,7 @@ from replicas.model.ranks.ring import RingReader
 def main() -> None:
     """Load the rank's part of the model, and run the steps of the first rank until that ends."""
     task: RankTask = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_first_rank, name="watchdog", daemon=True).start()
+    threading.Thread(target=_end_with_first_rank, args=(task,), name="watchdog", daemon=True).start()
     try:
         part = joined_part(task.options, task.share, task.meeting_file)
         FollowingRunner(part.runner, RingReader(task.ring, task.share.rank - 1)).follow()
@@ -29,9 +30,10 @@ def main() -> None:
         _end(task, f"{type(error).__name__}: {error}")
 
 
-def _end_with_first_rank() -> None:
+def _end_with_first_rank(task: RankTask) -> None:
     """End this process when standard input ends, whatever it is doing."""
     sys.stdin.buffer.read()
+    shutil.rmtree(task.meeting_file.parent, ignore_errors=True)  # The first rank may have been killed.
     os._exit(1)
 
 

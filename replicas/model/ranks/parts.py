@@ -71,11 +71,13 @@ class _Start:
         self.reason: str | None = None
         """Sentence about the first rank that was lost; None: none is."""
         self.group: RankGroup | None = None
-        self.is_over = False
+        self.processes: RankProcesses | None = None
+        """Processes, once the start is over."""
 
     def lost(self, reason: str) -> None:
         """Note that a rank was lost."""
-        if self.is_over:
+        if self.processes is not None:
+            self.processes.remove_files()
             end_process(reason)
         self.reason = self.reason or reason
         if self.group is not None:
@@ -101,7 +103,7 @@ def lead_ranks(options: RankOptions) -> LoadedPart:
         processes.end()
         start.check()
         raise
-    start.is_over = True
+    start.processes = processes
     return LoadedPart(part.loaded, part.runner, part.limits, part.warm_step_s, leading)
 
 

@@ -57,7 +57,7 @@ class RankProcesses:
         """Start the processes. `lost` is called in a thread, with a sentence, when one of them has ended by itself."""
         self._lost = lost
         self._is_ending = False
-        self._folder = tempfile.TemporaryDirectory(prefix="headway-ranks-")
+        self._folder = tempfile.TemporaryDirectory(prefix="headway-ranks-", ignore_cleanup_errors=True)
         self.meeting_file = Path(self._folder.name, "meeting")
         """File through which the ranks find each other."""
         self.ring = RingFiles.create(num_ranks - 1)
@@ -74,6 +74,10 @@ class RankProcesses:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END_LIMIT_S)
+        self.remove_files()
+
+    def remove_files(self) -> None:
+        """Remove the file through which the ranks have met: this process ends, and with it the others."""
         self._folder.cleanup()
 
     def _start(self, options: RankOptions, share: Share) -> None:

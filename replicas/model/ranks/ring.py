@@ -59,7 +59,9 @@ class _Mapping:
 
     def __init__(self, files: RingFiles) -> None:
         header = _header_bytes(len(files.events))
-        memory = memoryview(mmap.mmap(files.memory, header + _CAPACITY))
+        # All pages are there from the start: a step does not wait for one.
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        memory = memoryview(mmap.mmap(files.memory, header + _CAPACITY, flags=flags))
         self.words = memory[:header].cast("Q")
         self._data = memory[header:]
 

@@ -1,4 +1,5 @@
 """Sampling: tokens and log probabilities from logits.
 
-Read `sampler.py` first. May import `replicas.engine`, `replicas.model.batch`, `replicas.protocol`.
+Read `sampler.py` first. May import `replicas.engine`, `replicas.model.batch`, `replicas.model.parallel`,
+`replicas.protocol`.
 """

@@ -12,6 +12,7 @@ from torch import Tensor
 from replicas.engine.batch import BatchColumns, ItemResult, ScheduledSequence, StepResults
 from replicas.model.batch.inputs import LastRows
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor, Span
+from replicas.model.parallel.cut_logits import CutLogits
 from replicas.model.sampling.logits_processors import LogitsChanges, LogitsProcessors
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
 from replicas.model.sampling.masks import RowMasks
@@ -34,8 +35,14 @@ class SampledTokens:
     is_finite: Tensor  # [num_rows] bool: False if the row's logits are not finite; its token is then any valid id
 
 
-def sample_greedy(logits: Tensor) -> SampledTokens:
-    """Return the most probable token of each row of logits [num_rows, vocab_size], any float type."""
+def sample_greedy(logits: Tensor, cut: CutLogits | None = None) -> SampledTokens:
+    """Return the most probable token of each row of logits [num_rows, vocab_size], any float type.
+
+    Of logits that are `cut`, each rank gives its part.
+    """
+    if cut is not None:
+        highest, tokens = cut.highest(logits)
+        return SampledTokens(tokens, highest.isfinite())
     tokens = logits.argmax(dim=-1)
     # argmax prefers a NaN to any number, so the value at its index is finite only if the row has no NaN.
     return SampledTokens(tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite())
@@ -91,6 +98,11 @@ class SamplingPlan:
     def is_greedy(self) -> bool:
         """True if every row takes the most probable token of its unchanged logits."""
         return self.changes.is_empty and self.truncated is None and self.full is None
+
+    @property
+    def needs_highest_alone(self) -> bool:
+        """True if no logit but the highest of each row is needed, unless tokens are masked."""
+        return self.is_greedy and not self.scored
 
 
 class SamplingPlanner:

@@ -1,12 +1,14 @@
 """Ranks that differ, fail or die end their replica, and leave no process behind."""
 
-import pickle
+import os
+import random
 import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -16,7 +18,7 @@ from replicas.engine.batch import ScheduledBatch
 from replicas.errors import ModelLoadError
 from replicas.model.loading.config import read_config
 from replicas.model.parallel.shares import ModelCuts, Share
-from replicas.model.ranks.leading_runner import RankMessage
+from replicas.model.ranks.messages import RankMessage
 from replicas.model.ranks.ring import RankLost, RingReader
 from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint
@@ -27,6 +29,8 @@ from testkit.model.tiny_checkpoints import write_checkpoint
 PROMPTS = random_prompts((5, 33))
 SEEDED = SamplingParams(max_tokens=40, temperature=1.0, seed=7)
 _LIMIT_S = 120.0
+_PAUSE_S = 0.001
+_LATEST_KILL_S = 2.0
 
 
 class FlippingReader(RingReader):
@@ -39,13 +43,13 @@ class FlippingReader(RingReader):
         if message is None:
             return None
         self.num_left -= 1
-        found: RankMessage = pickle.loads(message)
+        found = RankMessage.of_bytes(message)
         if self.num_left >= 0 or found.step is None or found.step.sampling is None:
             return message
         plan = found.step.sampling.full
         assert plan is not None
         found.step.words[plan.columns.start] = _flipped(found.step.words[plan.columns.start])
-        return pickle.dumps(found)
+        return found.to_bytes()
 
 
 def _flipped(word: int) -> int:
@@ -101,24 +105,66 @@ def test_inner_sizes_and_kv_heads_are_checked(tmp_path: Path) -> None:
 
 
 @contextmanager
-def replica() -> Iterator[tuple[psutil.Process, psutil.Process]]:
-    """Start a replica of two ranks in processes; yield both."""
-    command = [sys.executable, "-m", "testkit.model.rank_leader", str(cached_checkpoint("llama"))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+def replica(folder: Path, *work: str, is_ready: bool = True) -> Iterator[tuple[psutil.Process, psutil.Process]]:
+    """Start a replica of two ranks with files in `folder`; yield its processes, once it is ready or before that."""
+    command = [sys.executable, "-m", "testkit.model.rank_leader", str(cached_checkpoint("llama")), *work]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as first:
         process = psutil.Process(first.pid)
         try:
             assert first.stdout is not None
-            assert first.stdout.readline() == "ready\n"
-            [other] = process.children()
+            if is_ready:
+                assert first.stdout.readline() == "ready\n"
+            while (other := other_rank(process)) is None:
+                assert first.poll() is None, "the first rank has ended"
+                time.sleep(_PAUSE_S)
             yield process, other
         finally:
             first.kill()
 
 
-@pytest.mark.parametrize("is_first", [True, pytest.param(False, marks=pytest.mark.deep)], ids=["first", "other"])
-def test_a_killed_rank_takes_the_others_with_it(is_first: bool) -> None:
-    with replica() as (first, other):
-        victim, survivor = (first, other) if is_first else (other, first)
-        victim.send_signal(signal.SIGKILL)
-        gone, alive = psutil.wait_procs([victim, survivor], timeout=_LIMIT_S)
-        assert not alive and len(gone) == 2
+def other_rank(first: psutil.Process) -> psutil.Process | None:
+    """Return the process of the other rank, if it has begun. Libraries may start other processes for a moment."""
+    for child in first.children():
+        with suppress(psutil.Error):
+            if "replicas.model.ranks.main" in child.cmdline():
+                return child
+    return None
+
+
+def memory_files(processes: Iterable[psutil.Process]) -> set[int]:
+    """Return the inodes of the files in shared memory that are open in processes, of those that a rank makes."""
+    found = set()
+    for process in processes:
+        with suppress(OSError):  # The process has ended, or is another user's.
+            for file in Path(f"/proc/{process.pid}/fd").iterdir():
+                if os.readlink(file).startswith("/memfd:headway-"):
+                    found.add(file.stat().st_ino)
+    return found
+
+
+def check_nothing_left(victim: psutil.Process, survivor: psutil.Process) -> None:
+    """Kill a rank; check that the other one ends too, and that nobody has their shared memory."""
+    files = memory_files([victim, survivor])
+    victim.send_signal(signal.SIGKILL)
+    gone, alive = psutil.wait_procs([victim, survivor], timeout=_LIMIT_S)
+    assert not alive and len(gone) == 2
+    assert files and not files & memory_files(psutil.process_iter())
+
+
+def test_a_killed_first_rank_takes_the_other_with_it(tmp_path: Path) -> None:
+    with replica(tmp_path) as (first, other):
+        check_nothing_left(first, other)
+    assert not list(tmp_path.glob("headway-ranks-*"))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("number", range(50))
+def test_a_kill_at_any_moment_leaves_nothing(number: int, tmp_path: Path) -> None:
+    """One of the two is killed while they load the model, wait for work or compute."""
+    kinds = [((), False), ((), True), (("busy",), True)]
+    work, is_ready = kinds[number // 2 % len(kinds)]
+    with replica(tmp_path, *work, is_ready=is_ready) as (first, other):
+        time.sleep(random.Random(number).uniform(0.0, _LATEST_KILL_S))
+        check_nothing_left(*((first, other) if number % 2 else (other, first)))
+    assert not is_ready or not list(tmp_path.glob("headway-ranks-*"))

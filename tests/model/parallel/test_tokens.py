@@ -15,6 +15,7 @@ from testkit.model.engine_runs import (
     run,
     tokens,
 )
+from testkit.model.planned_gather import PlannedGather
 from testkit.model.rank_threads import Ranks, following, load_parts
 from tests.model.cuda_graphs.test_step_messages import every_kind
 from tests.model.cuda_graphs.test_steps_ahead import TIGHT, check_same
@@ -42,9 +43,10 @@ def test_ranks_give_the_tokens_of_one_process(architecture: str, num_ranks: int)
         assert num_preemptions(engine) > 0
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with following(load_parts(cached_checkpoint("llama", with_tokenizer=True), 2), TIGHT) as ranks:
+@pytest.fixture(scope="module", params=[None, PlannedGather], ids=["plain", "padded"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    parts = load_parts(cached_checkpoint("llama", with_tokenizer=True), 2)
+    with following(parts, TIGHT, planned=request.param) as ranks:
         yield ranks
 
 
