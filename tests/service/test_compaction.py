@@ -83,6 +83,7 @@ async def test_a_conversation_longer_than_the_context_is_compacted(http: httpx.A
     assert alone["usage"]["input_tokens"] == answer["usage"]["input_tokens"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["items", "previous", "background"])
 async def test_30_turns_beyond_the_context_go_on(http: httpx.AsyncClient, way: str) -> None:
     options: dict[str, Any] = {"context_management": [{"type": "compaction", "compact_threshold": 300}]}

@@ -76,6 +76,7 @@ CHECKPOINTS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("architecture", "name", "description"), CHECKPOINTS)
 def test_kept_experts_give_the_tokens_of_the_dequantized_model(
     tmp_path: Path, architecture: str, name: str, description: str

@@ -251,7 +251,7 @@ QUICK_FORMATS = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK_FORMATS else pytest.param(name, marks=pytest.mark.deep) for name in KEPT]
 )
@@ -296,6 +296,7 @@ def test_gguf_weights_keep_their_bits_and_their_values(tmp_path: Path, name: str
     check_equals_generate(build_engine(loaded), tmp_path / "dense", random_prompts((5,)), max_tokens=3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
 def test_dense_weights_are_rounded_as_on_a_cpu(quantization: str) -> None:
     path = cached_checkpoint("llama")
@@ -309,6 +310,7 @@ def test_dense_weights_are_rounded_as_on_a_cpu(quantization: str) -> None:
         assert found.num_bytes_in_fp8 == pytest.approx(taken_bytes(loaded.model) - padding, rel=0.02)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("quantization", ["int4", "fp8"])
 def test_dense_weights_are_rounded_as_they_are_read(quantization: str) -> None:
     """A device never holds them all. The output layer may be the embedding: it is rounded later."""

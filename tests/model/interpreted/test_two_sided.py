@@ -79,6 +79,7 @@ def test_a_text_does_not_depend_on_its_neighbours() -> None:
         assert torch.equal(case.outputs(KERNEL, CPU, (index,))[0], rows[index]), length
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["bert", "modernbert", "gemma3_text"])
 def test_vectors_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     path, texts = write_encoder(tmp_path, family, CASES[family]), random_prompts((5, 40, 1))

@@ -30,7 +30,7 @@ ARCHITECTURES = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_ranks_give_the_tokens_of_one_process(architecture: str, num_ranks: int) -> None:
