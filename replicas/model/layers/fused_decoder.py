@@ -50,7 +50,7 @@ class FusedLayer(nn.Module):
         The update is [num_tokens, hidden_size]. `rows` are changed.
         """
         ops.rotary_embedding(rows, self.heads, cos_sin)
-        query, key, value = rows.view(len(rows), -1, self.heads.size).split(
+        query, key, value = rows.view(len(rows), -1, self.heads.size).split_with_sizes(
             (self.heads.num_query_heads, self.heads.num_kv_heads, self.heads.num_kv_heads), dim=1
         )
         call = AttentionCall(self.spec.index, query, key, value, self.scoring, self.spec.window, extras=frozenset())

@@ -134,8 +134,8 @@ def _errors(ops: LayerOps, dtype: torch.dtype, device: torch.device) -> Iterator
     normalized = ops.add_and_normalize(residual, update, norm)
     yield "add_and_normalize", relative_error(residual.float(), sums)
     yield "add_and_normalize", relative_error(normalized.float(), _EXACT.add_and_normalize(sums, None, _exact(norm)))
-    found, expected = ops.add_normalize_and_round(residual, None, norm), round_rows(normalized)
-    products = [numbers.float() * scales[:, None] for numbers, scales in (found, expected)]
+    both = (ops.add_normalize_and_round(residual, None, norm), round_rows(normalized))
+    products = [numbers.float() * scales[:, None] for numbers, scales in both]
     yield "add_normalize_and_round", relative_error(*products)
     angles = draw(5, 12).float().repeat(1, 2)
     cos_sin = RotaryCosSin(angles.cos().to(dtype), angles.sin().to(dtype))

@@ -13,6 +13,8 @@ from replicas.model.checkpoint.headers import read_headers
 from replicas.model.checkpoint.text_part import text_tensors
 
 _CONFIG = "config.json"
+_MODELOPT = "hf_quant_config.json"
+"""File in which modelopt describes a quantization, older versions of it in this file alone."""
 
 
 def check_config(directory: Path) -> Quantization | None:
@@ -23,6 +25,7 @@ def check_config(directory: Path) -> Quantization | None:
     """
     config = _read_config(directory)
     described = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    described = described or modelopt_config(directory)
     if not described:
         return None
     if not isinstance(described, dict):
@@ -35,16 +38,32 @@ def check_config(directory: Path) -> Quantization | None:
         ) from None
 
 
+def modelopt_config(directory: Path) -> dict[str, Any] | None:
+    """Return what modelopt's own file describes, as a `quantization_config`; None: weights are not quantized by it.
+
+    Raises:
+        ModelLoadError: the file cannot be read.
+    """
+    if not (directory / _MODELOPT).is_file():
+        return None
+    described = _read_object(directory / _MODELOPT, "quantization").get("quantization") or {}
+    return {**described, "quant_method": "modelopt"} if described.get("quant_algo") else None
+
+
 def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / _CONFIG
-    if not path.is_file():
+    if not (directory / _CONFIG).is_file():
         raise ModelLoadError(f"{directory} has no {_CONFIG}")
+    return _read_object(directory / _CONFIG, "text_config")
+
+
+def _read_object(path: Path, part: str) -> dict[str, Any]:
+    """Return the object of a file, whose `part` is an object, too, if it is there."""
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise ModelLoadError(f"{path} is not a config: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("text_config") or {}, dict):
-        raise ModelLoadError(f"{path} is not a config: it, or its text_config, is no object")
+    if not isinstance(config, dict) or not isinstance(config.get(part) or {}, dict):
+        raise ModelLoadError(f"{path} is not a config: it, or its {part}, is no object")
     return config
 
 

@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.checkpoint.text_part import WRAPPERS
+from replicas.model.loading.checks import modelopt_config
 from replicas.model.pooling.kinds import has_output_layer, is_encoder
 
 
@@ -26,6 +27,8 @@ def read_config(model: str) -> PretrainedConfig:
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise ModelLoadError(f"cannot read the config of model {model!r}: {reason}") from error
+    if not hasattr(config, "quantization_config") and (described := modelopt_config(Path(model))) is not None:
+        config.quantization_config = described
     decoder_config = _text_part(config)
     _refuse(config, decoder_config)
     _forget_unknown_padding(decoder_config)

@@ -207,6 +207,29 @@ def test_quantization_without_support_is_refused_by_name(
         check_config(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["FP8 of modelopt", "NVFP4 of modelopt"])
+def test_modelopts_own_file_describes_an_older_checkpoint(tmp_path: Path, name: str) -> None:
+    path = write(name, tmp_path)
+    expected = load(path)
+    config = json.loads((path / "config.json").read_text())
+    described = config.pop("quantization_config")
+    (path / "config.json").write_text(json.dumps(config))
+    own, algorithm = path / "hf_quant_config.json", described["quant_algo"]
+    own.write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "group_size": 16}})
+    )
+    loaded = load(path)
+    assert loaded.weights == expected.weights
+    assert read_config(str(path)).quantization_config["quant_algo"] == algorithm
+    found, weights = loaded.model.state_dict(), expected.model.state_dict()
+    assert all(torch.equal(found[each], weights[each]) for each in weights)
+    own.write_text(json.dumps({"quantization": [algorithm]}))
+    with pytest.raises(ModelLoadError, match=r"hf_quant_config\.json is not a config: it, or its quantization, is no"):
+        check_config(path)
+    own.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    assert check_config(path) is None
+
+
 def test_numbers_without_scales_are_refused(tmp_path: Path) -> None:
     path = write("FP8 per tensor", tmp_path)
     config = json.loads((path / "config.json").read_text())
