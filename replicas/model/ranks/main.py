@@ -7,6 +7,7 @@ import pickle
 import shutil
 import sys
 import threading
+import time
 import traceback
 
 from replicas.errors import ModelLoadError
@@ -14,6 +15,9 @@ from replicas.model.ranks.leading_runner import FollowingRunner
 from replicas.model.ranks.parts import joined_part
 from replicas.model.ranks.processes import RankTask
 from replicas.model.ranks.ring import RingReader
+
+_WATCHDOG_S = 0.5
+"""Time after an error, seconds. If the end of the first rank was the reason, the watchdog removes its files."""
 
 
 def main() -> None:
@@ -38,8 +42,9 @@ def _end_with_first_rank(task: RankTask) -> None:
 
 
 def _end(task: RankTask, error: str) -> None:
-    """End the process at once: libraries may wait for the other ranks at a usual end."""
+    """End the process without libraries, which may wait for the other ranks at a usual end."""
     os.pwrite(task.error_file, error.encode(), 0)
+    time.sleep(_WATCHDOG_S)
     os._exit(1)
 
 
