@@ -42,7 +42,8 @@ class HeadLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply `inputs` [num_heads, num_tokens, in_size] and return [num_heads, num_tokens, out_size]."""
-        return torch.bmm(inputs, self.weight)
+        # Without AVX-512, torch's product in bfloat16 fails with a parameter.
+        return torch.bmm(inputs, self.weight.data)
 
 
 class CppHeadLinear(nn.Module):
