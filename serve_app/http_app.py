@@ -25,7 +25,7 @@ from serve_app.endpoints.generation.models import ModelEndpoints
 from serve_app.endpoints.generation.pooled import PooledEndpoints
 from serve_app.endpoints.generation.request_status import RequestEndpoints
 from serve_app.endpoints.generation.responder import Completions
-from serve_app.endpoints.generation.responses import ResponseEndpoints
+from serve_app.endpoints.generation.responses import ResponseEndpoints, ResponseStore
 from serve_app.endpoints.generation.stored_responses import StoredResponseEndpoints
 from serve_app.endpoints.jobs.batches import BatchEndpoints
 from serve_app.endpoints.jobs.files import FileEndpoints
@@ -140,10 +140,10 @@ def _response_endpoints(
 ) -> list[object]:
     stored, jobs = backends.responses, backends.jobs
     if stored is None or jobs is None:
-        return [ResponseEndpoints(bodies, completions, None, None, None)]
+        return [ResponseEndpoints(bodies, completions, None)]
     reading = StoredResponseEndpoints(stored, completions.service, keep_alive_s)
     compaction = CompactionEndpoints(bodies, completions, stored)
-    making = ResponseEndpoints(bodies, completions, stored, reading, compaction)
+    making = ResponseEndpoints(bodies, completions, ResponseStore(stored, reading, compaction))
     sizes = StoredEndpoints(stored, jobs.settings.max_stored_bytes)
     return [making, compaction, reading, ConversationEndpoints(bodies, stored), sizes]
 

@@ -1,4 +1,4 @@
-"""What the parallel compile of `make gpu-check` leaves for later groups to compile: nothing."""
+"""The parallel compile of `make gpu-check` compiles every kernel that later groups launch."""
 
 import os
 from dataclasses import replace

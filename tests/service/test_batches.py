@@ -92,7 +92,7 @@ def test_lines_of_responses_are_answered_as_responses(client: openai.OpenAI, htt
     failed = {name: one["response"] for name, one in results(client, batch.error_file_id).items()}
     outcomes = {name: (one["status_code"], one["body"]["error"]["param"]) for name, one in failed.items()}
     assert outcomes == {"bad": (404, "previous_response_id"), "early": (400, "background")}
-    # What a line stores is read and continued as any other response.
+    # A stored response of a line is read and continued as any other.
     assert http.get(f"/v1/responses/{response['id']}").json() == response
     assert http.get(f"/v1/responses/{bodies['alone']['id']}").status_code == 404
     assert http.get(f"/v1/responses/{response['id']}", headers={"authorization": "Bearer zeta"}).status_code == 404

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -46,19 +46,23 @@ _IGNORED_TOOLS = "x-headway-ignored-tools"
 _ANSWER_HEADERS = (*ANSWER_HEADERS, _IGNORED_TOOLS)
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseStore:
+    """Stored responses, and the endpoints that read and compact them."""
+
+    stored: StoredResponses
+    reading: StoredResponseEndpoints
+    compaction: CompactionEndpoints
+
+
 class ResponseEndpoints:
     """Endpoints of responses, streamed or whole; each is a chat, and is treated as one."""
 
-    def __init__(
-        self, bodies: BodyReader, completions: Completions, stored: StoredResponses | None,
-        reading: StoredResponseEndpoints | None, compaction: CompactionEndpoints | None,
-    ) -> None:  # fmt: skip
-        """Create the endpoints; without a store nothing is stored. `reading` streams responses in the background."""
+    def __init__(self, bodies: BodyReader, completions: Completions, store: ResponseStore | None) -> None:
+        """Create the endpoints; without a store nothing is stored, continued or made in the background."""
         self._bodies = bodies
         self._completions = completions
-        self._stored = stored
-        self._reading = reading
-        self._compaction = compaction
+        self._store = store
 
     @Operation(
         "POST",
@@ -75,27 +79,28 @@ class ResponseEndpoints:
     )
     async def create(self, request: Request) -> Response:
         """Answer a conversation of items, whole or as a stream of events."""
-        if self._stored is None or self._compaction is None:
+        if self._store is None:
             return await self._completions.respond_to_chat(request, self._bodies, adapted_response, RESPONSES_LEVEL)
+        compaction = self._store.compaction
         owner = caller_of(request).owner_before_parsing
         asked = await self._bodies.convert(request, ResponseRequest.of, owner, RESPONSES_LEVEL)
-        asked = await self._compaction.with_items(request, asked)
+        asked = await compaction.with_items(request, asked)
         caller = caller_of(request)
         if asked.body.background:
             caller = replace(caller, sdk_timeout_s=None)  # The client does not wait.
         if asked.adapted is None:
-            continued = await self._compaction.continued(request, asked)
-            adapted = await self._compaction.adapted(request, continued)
+            continued = await compaction.continued(request, asked)
+            adapted = await compaction.adapted(request, continued)
         else:
             continued, adapted = None, asked.adapted
         exchange_of(request).ignored_tools = adapted.ignored_tools
         if continued is not None and asked.body.context_management:
-            preparing = self._compaction.prepare(request, continued, adapted, caller)
+            preparing = compaction.prepare(request, continued, adapted, caller)
         else:
             preparing = adapted.prepare(self._completions.service, caller)
         if asked.body.background:
-            return await self._begin_background(request, asked, preparing, self._stored)
-        record = partial(self._record, tenant_of(request), asked, self._stored) if asked.body.store else None
+            return await self._begin_background(request, asked, preparing, self._store)
+        record = partial(_record, tenant_of(request), asked, self._store.stored) if asked.body.store else None
         return await self._completions.respond(request, caller, adapted.chat, preparing, record)
 
     @Operation(
@@ -110,7 +115,7 @@ class ResponseEndpoints:
     async def count_input_tokens(self, request: Request) -> Response:
         """Count the tokens of a response's prompt, its tools included."""
         caller, service = caller_of(request), self._completions.service
-        make = partial(ResponseRequest.of if self._stored else _unstored, default_model=service.checks.names[0])
+        make = partial(ResponseRequest.of if self._store else _unstored, default_model=service.checks.names[0])
         asked = await self._bodies.convert(request, make, caller.owner_before_parsing, RESPONSES_LEVEL)
         adapted = await self._adapted(request, asked)
         exchange_of(request).ignored_tools = adapted.ignored_tools
@@ -124,20 +129,15 @@ class ResponseEndpoints:
             InvalidRequest: the conversation cannot be served.
             UnknownResponse, UnknownConversation, UnknownItem: it is not stored.
         """
-        if self._compaction is not None:
-            asked = await self._compaction.with_items(request, asked)
+        if self._store is not None:
+            asked = await self._store.compaction.with_items(request, asked)
         if asked.adapted is not None:
             return asked.adapted
-        assert self._compaction is not None
-        return await self._compaction.adapted(request, await self._compaction.continued(request, asked))
-
-    def _record(
-        self, tenant: str, asked: ResponseRequest, stored: StoredResponses, prepared: PreparedCompletion
-    ) -> StoredReply:
-        return StoredReply(stored, _new_response(tenant, asked, prepared, "in_progress", None))
+        assert self._store is not None
+        return await self._store.compaction.adapted(request, await self._store.compaction.continued(request, asked))
 
     async def _begin_background(
-        self, request: Request, asked: ResponseRequest, preparing: Preparing, stored: StoredResponses
+        self, request: Request, asked: ResponseRequest, preparing: Preparing, store: ResponseStore
     ) -> Response:
         """Store a response that a jobs worker is to make; show its state, or follow its events."""
         exchange = exchange_of(request)
@@ -150,11 +150,10 @@ class ResponseEndpoints:
         prompt = packed(prepared.requests[0].prompt_token_ids)
         tenant = tenant_of(request)
         new = _new_response(tenant, asked, prepared, "queued", ResponseRun(run.to_json(), prompt))
-        await stored.begin(new)
+        await store.stored.begin(new)
         exchange.details |= {"response_id": new.id, "tenant": tenant}
         if asked.body.stream:
-            assert self._reading is not None
-            return await self._reading.follow(request, new.id, -1)
+            return await store.reading.follow(request, new.id, -1)
         return json_response(prepared.format.begun("queued"))
 
 
@@ -162,6 +161,10 @@ def _unstored(fields: dict[str, object], default_model: str | None = None) -> Re
     """Return a request where nothing is stored."""
     adapted = adapted_response(fields, default_model)
     return replace(ResponseRequest.of(fields, default_model), adapted=adapted)
+
+
+def _record(tenant: str, asked: ResponseRequest, stored: StoredResponses, prepared: PreparedCompletion) -> StoredReply:
+    return StoredReply(stored, _new_response(tenant, asked, prepared, "in_progress", None))
 
 
 def _new_response(

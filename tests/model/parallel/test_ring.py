@@ -1,4 +1,4 @@
-"""The ring carries every message to every reader, in order, whatever its length and whoever sleeps."""
+"""The ring carries every message, of any length, to every reader in order, also to a reader that sleeps."""
 
 import random
 import threading

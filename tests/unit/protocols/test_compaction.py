@@ -70,7 +70,7 @@ def test_a_summary_stands_for_all_before_it_but_instructions_and_the_last_messag
     assert [chat.names[f"messages[{index}]"] for index in range(6)] == [
         "instructions", "input[1]", "input[6]", "input[3]", "input[7]", "input[8]",
     ]  # fmt: skip
-    # What a client may leave out changes nothing, and a later summary replaces an earlier one.
+    # Optional fields change nothing. A later summary replaces an earlier one.
     kept = kept_items([*before, compaction("so far")])
     assert texts(adapted(*kept, compaction("so far"), *behind, instructions="Brief.")) == texts(chat)
     again = adapted(*before, compaction("so far"), *behind, compaction("further"), answer("six"))

@@ -193,7 +193,7 @@ async def test_a_line_is_stored_with_its_result_or_fails_by_the_limit(store: Sql
     assert error["code"] == "storage_limit_exceeded" and "`max_stored_bytes` is 1048576" in error["message"]
     record = batch_record(await world.write(lambda c: select_batch(c, batch_id)))
     assert (record.status, record.counts.completed, record.counts.failed) == (BatchStatus.COMPLETED, 1, 2)
-    # What was deleted to make room for the large one is there again.
+    # The rows that the large one displaced are there again.
     assert small.stored is not None
     assert (await store.response("acme", small.stored.end.id)).output == small.stored.end.output
     await check_sums(world)
