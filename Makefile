@@ -59,8 +59,8 @@ pytest: $(DEV_STAMP)  ## the tests alone; ARGS names some
 
 # Tests that `make test` leaves out: all random worlds, all cases of sampled tests, and slow tests.
 test-deep: $(DEV_STAMP)  ## all random worlds, all cases, slow tests
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or sampled or deep' $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/model/interpreted --numprocesses 2 --deep -m 'sampled or deep' $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or rotated or sampled or deep' $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/model/interpreted --numprocesses 2 --deep -m 'rotated or sampled or deep' $(ARGS)
 
 # A link that leads nowhere fails the build.
 site: $(BIN)/zensical  ## the site of docs/, in site/

@@ -16,6 +16,9 @@ A test of random worlds takes `seeds`, and is marked with how many worlds there 
 
 Of a parametrized test that is marked `sampled(number)`, a run plays as many cases as the mark says, drawn from the
 commit's hash. `--deep` plays all.
+
+Of the modules of a folder that are marked `rotated`, a run plays half, drawn from the commit's hash. `--deep` plays
+all, and so does a run that names files.
 """
 
 import random
@@ -113,9 +116,28 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.deep:
-        chosen = set(_sampled((item for item in items if not item.get_closest_marker("deep")), config.option.commit))
+        commit, names_files = config.option.commit, not all(Path(name).is_dir() for name in config.args)
+        resting = set() if names_files else _resting(items, commit)
+        quick = (item for item in items if _module(item) not in resting and not item.get_closest_marker("deep"))
+        chosen = set(_sampled(quick, commit))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+
+
+def _module(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def _resting(items: Iterable[pytest.Item], commit: str | None) -> set[str]:
+    """Return the rotated modules that the commit does not play: half of those of each folder."""
+    folders: defaultdict[str, set[str]] = defaultdict(set)
+    for module in {_module(item) for item in items if item.get_closest_marker("rotated")}:
+        folders[module.rpartition("/")[0]].add(module)
+    return {
+        module
+        for folder, modules in folders.items()
+        for module in random.Random(f"{commit} {folder}").sample(sorted(modules), len(modules) // 2)
+    }
 
 
 def _sampled(items: Iterable[pytest.Item], commit: str | None) -> Iterator[pytest.Item]:

@@ -40,13 +40,27 @@ def test_case(case):
 """
 
 
+ROTATED = """
+import pytest
+
+pytestmark = pytest.mark.rotated
+
+def test_module():
+    print(f"module <{__name__[-1]}>")
+"""
+
+
 def played(commit: str | None, is_deep: bool = False) -> set[int]:
     return {seed for seeds in groups(240, 10, "test", commit, is_deep).values() for seed in seeds}
 
 
 def run(folder: Path, tests: str, *options: str) -> str:
     (folder / "test_worlds.py").write_text(tests)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.seeds", "--rootdir", str(folder), str(folder), *options]
+    return run_folder(folder, str(folder), *options)
+
+
+def run_folder(folder: Path, *options: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-p", "tests.seeds", "--rootdir", str(folder), *options]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they take seconds
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
@@ -87,3 +101,14 @@ def test_a_commit_plays_some_cases_of_a_sampled_test(tmp_path: Path) -> None:
     assert "10 passed" in run(tmp_path, SAMPLED, "--deep")
     played = {run(tmp_path, SAMPLED, "--commit", commit, "-rP") for commit in ("one", "one", "other")}
     assert len({tuple(sorted(re.findall("case <[0-9]>", report))) for report in played}) == 2
+
+
+def test_a_commit_plays_half_of_the_rotated_modules_of_a_folder(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"test_{number}.py").write_text(ROTATED)
+    folder = str(tmp_path)
+    assert "5 passed" in run_folder(tmp_path, folder, "--deep")
+    assert "5 passed" in run_folder(tmp_path, *(str(tmp_path / f"test_{number}.py") for number in range(5)))
+    reports = [run_folder(tmp_path, folder, "--commit", commit, "-rP") for commit in ("one", "other")]
+    assert all("3 passed, 2 deselected" in report for report in reports)
+    assert len({tuple(re.findall("module <[0-9]>", report)) for report in reports}) == 2
