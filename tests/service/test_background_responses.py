@@ -14,6 +14,8 @@ from testkit.http.response_events import checked_response, read_responses
 from testkit.http.service_process import MODEL, KilledService, killed_service
 from testkit.limits import LIMIT_S, until
 
+pytestmark = pytest.mark.rotated
+
 DEMO = str(Path(__file__).resolve().parents[2] / "replicas" / "demo")
 NUM_TOKENS = 320
 NEW_EVENTS = 3

@@ -17,6 +17,8 @@ from testkit.http.local_service import local_service
 from testkit.http.response_events import checked_response, read_responses
 from testkit.http.scripted_dispatcher import write_keys
 
+pytestmark = pytest.mark.rotated
+
 MODEL, CONTEXT = "demo", 512
 MAX_SUMMARY_TOKENS = CONTEXT // 4
 DEMO = str(Path(__file__).resolve().parents[2] / "replicas" / "demo")

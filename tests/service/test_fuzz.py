@@ -16,6 +16,8 @@ from testkit.model.pooling_checkpoints import PoolingFiles, write_embedder, writ
 from tests.seeds import Seeds
 from tests.service.conftest import MODEL
 
+pytestmark = pytest.mark.rotated
+
 NUM_CASES = 200
 
 

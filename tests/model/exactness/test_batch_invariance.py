@@ -23,6 +23,8 @@ from testkit.model.engine_runs import Sizes, build_engine, load_compiled, num_pr
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
 from tests.unit.text.test_grammar import DEMO
 
+pytestmark = pytest.mark.rotated
+
 PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=3)
 PROMPTS = random_prompts((5, 33, 60, 90, 20, 100, 7, 50, 64, 41), seed=3)
 ALONE = Sizes(num_blocks=128, max_num_batched_tokens=512)

@@ -24,6 +24,8 @@ from testkit.model.engine_runs import (
 )
 from testkit.model.tiny_checkpoints import ARCHITECTURES
 
+pytestmark = pytest.mark.rotated
+
 PROMPTS = random_prompts((5, 33, 60, 90, 20, 100, 7, 50), seed=3)
 ROUNDED_PROMPTS = random_prompts((60, 90, 100, 7), seed=3)
 NUM_OUTPUT_TOKENS = 24

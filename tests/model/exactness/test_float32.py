@@ -33,6 +33,8 @@ from testkit.model.engine_runs import (
 )
 from testkit.model.tiny_checkpoints import ARCHITECTURES, write_checkpoint
 
+pytestmark = pytest.mark.rotated
+
 NUM_OUTPUT_TOKENS = 16
 PROMPTS = random_prompts((5, 33, 60, 90))
 GREEDY = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0.0)

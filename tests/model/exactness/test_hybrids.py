@@ -32,6 +32,8 @@ from testkit.model.engine_runs import (
 from testkit.model.planned_gather import PlannedGather
 from testkit.model.tiny_checkpoints import HYBRIDS
 
+pytestmark = pytest.mark.rotated
+
 NUM_TOKENS = 64
 PROMPTS = random_prompts((33, 90, 5))
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)

@@ -35,6 +35,8 @@ from testkit.model.engine_runs import (
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
 from testkit.model.tiny_checkpoints import LATENT_ARCHITECTURES
 
+pytestmark = pytest.mark.rotated
+
 TYPES = ("deepseek_v2", "deepseek_v3", *LATENT_ARCHITECTURES)
 NUM_OUTPUT_TOKENS = 64
 PROMPTS = random_prompts((5, 40, 60), seed=2)

@@ -24,6 +24,8 @@ from testkit.model.engine_runs import (
 from testkit.model.planned_gather import PlannedGather
 from tests.model.exactness.test_hybrids import FailingRunner, RepeatingRunner, numbers
 
+pytestmark = pytest.mark.rotated
+
 NUM_TOKENS = 48
 PROMPTS = random_prompts((90, 130, 7))
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)

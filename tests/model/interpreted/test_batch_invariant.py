@@ -31,6 +31,8 @@ from testkit.model.engine_runs import Sizes, build_engine, load_unoptimized, num
 from testkit.model.paged_cases import KINDS, TOLERANCES, Chunks, attention_outputs, largest_error
 from testkit.model.tiny_checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.rotated
+
 CPU = torch.device("cpu")
 CAPABILITY = compute_capability(CPU)
 PART_KEYS = 64

@@ -20,6 +20,8 @@ from replicas.protocol import LogitBias, SamplingParams
 from testkit.model.engine_runs import sample
 from tests.model.sampling.test_sampler import sequence
 
+pytestmark = pytest.mark.rotated
+
 NUM_ROWS = 256
 VOCAB_SIZE = 120
 NUM_QUICK = 3

@@ -24,7 +24,7 @@ from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import build_engine, load, random_prompts, requests_for, run
 from tests.model.interpreted.test_panels import CPU, DTYPES, drawn, load_in_panels
 
-pytestmark = pytest.mark.usefixtures("bfloat16")
+pytestmark = [pytest.mark.usefixtures("bfloat16"), pytest.mark.rotated]
 
 
 def codes(numbers: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ from tests.model.cuda_graphs import test_order
 from tests.model.cuda_graphs.test_order import check_few_steps, gpu, load  # noqa: F401
 from tests.model.interpreted.test_panels import CPU, METHODS, load_in_panels
 
+pytestmark = pytest.mark.rotated
+
 SAMPLING_KERNELS = {
     "count_kernel", "bracket_kernel", "gather_kernel", "settle_kernel", "draw_kernel", "penalize_kernel"
 }  # fmt: skip

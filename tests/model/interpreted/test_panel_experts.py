@@ -24,7 +24,7 @@ from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
 from tests.model.interpreted.test_experts import by_definition, random_index
 from tests.model.interpreted.test_panels import CPU, KINDS, TOLERANCES, drawn, load_in_panels, taken_bytes, weight_of
 
-pytestmark = pytest.mark.usefixtures("bfloat16")
+pytestmark = [pytest.mark.usefixtures("bfloat16"), pytest.mark.rotated]
 NUM_EXPERTS = 5
 
 

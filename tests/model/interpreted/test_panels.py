@@ -38,7 +38,7 @@ from testkit.model.tiny_checkpoints import write_checkpoint
 from tests.model.loading.test_gguf_bits import KINDS as KINDS_OF_GGUF
 from tests.model.loading.test_gguf_bits import converted
 
-pytestmark = pytest.mark.usefixtures("bfloat16")
+pytestmark = [pytest.mark.usefixtures("bfloat16"), pytest.mark.rotated]
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}

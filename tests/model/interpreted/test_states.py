@@ -23,6 +23,8 @@ from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_
 from replicas.model.cuda_graphs.buffers import StepBuffers
 from replicas.model.cuda_graphs.padding import StepPadding, StepShape
 
+pytestmark = pytest.mark.rotated
+
 CPU = torch.device("cpu")
 CONVOLUTION = StateLayer(0, num_channels=150, conv_width=3)
 DELTA = StateLayer(0, num_channels=40, conv_width=4, num_heads=2, num_key_heads=1, key_size=16, value_size=16)

@@ -53,6 +53,8 @@ from testkit.model.paged_cases import (
 from testkit.model.tiny_checkpoints import write_checkpoint
 from tests.model.cuda_graphs.test_steps_ahead import check_same
 
+pytestmark = pytest.mark.rotated
+
 CPU = torch.device("cpu")
 CAPABILITY = compute_capability(CPU)
 

@@ -24,6 +24,8 @@ from testkit.model.pooling_checkpoints import PoolingFiles, expected_vectors, wr
 from testkit.model.two_sided_cases import TwoSidedCase
 from tests.model.pooling.test_two_sided import CASES, outputs
 
+pytestmark = pytest.mark.rotated
+
 CPU = torch.device("cpu")
 KERNEL = TritonTwoSided(compute_capability(CPU))
 

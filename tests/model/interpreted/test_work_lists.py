@@ -18,6 +18,8 @@ from replicas.model.attention.triton import PieceBounds, TileShape, TritonBacken
 from replicas.model.hardware.device import compute_capability
 from testkit.model.paged_cases import KINDS, TOLERANCES, Case, Chunks, attention_outputs, largest_error
 
+pytestmark = pytest.mark.rotated
+
 CPU = torch.device("cpu")
 TILE = TileShape(tokens=4, rows=16, keys=16, num_warps=4, num_stages=2)
 LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 1000, 5000)

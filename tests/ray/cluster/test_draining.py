@@ -3,12 +3,15 @@
 import time
 
 import httpx
+import pytest
 
 from testkit.limits import LIMIT_S, START_LIMIT_S
 from testkit.serving.raylets import Raylets
 from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients
 from tests.ray.cluster.conftest import body
+
+pytestmark = pytest.mark.rotated
 
 MANY = 12_000
 

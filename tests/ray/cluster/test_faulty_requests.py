@@ -11,6 +11,8 @@ from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients
 from tests.ray.cluster.conftest import NUM_REPLICAS, NUM_SLOTS, body
 
+pytestmark = pytest.mark.rotated
+
 MANY = 1500
 LONG = 6000
 """Tokens of streams that still run when a device breaks a second or two after they began."""

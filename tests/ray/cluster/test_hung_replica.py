@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import httpx
+import pytest
 
 from testkit.limits import LIMIT_S, START_LIMIT_S
 from testkit.serving.raylets import Raylets
 from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients
 from tests.ray.cluster.conftest import LONG, NUM_SLOTS, body
+
+pytestmark = pytest.mark.rotated
 
 PROBES = ("live", "ready")
 

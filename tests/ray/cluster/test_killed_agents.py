@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import pytest
 
 from testkit.http.message_events import checked, read_messages
 from testkit.http.response_events import checked_response, read_responses
 from testkit.limits import LIMIT_S, until
 from testkit.serving.raylets import Raylets
 from tests.ray.conftest import MODEL_NAME
+
+pytestmark = pytest.mark.rotated
 
 NUM_TOKENS, NUM_BEFORE = 3500, 8
 """Output tokens of a text, and deltas of a stream that is in its middle."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from transformers import AutoTokenizer
 
@@ -14,6 +15,8 @@ from testkit.model.pooling_checkpoints import expected_vectors
 from testkit.serving.raylets import Raylets
 from tests.ray.cluster.conftest import kill_busy_replica
 from tests.ray.conftest import MODEL_NAME, POOLING
+
+pytestmark = pytest.mark.rotated
 
 NUM_TEXTS, TEXTS_OF_LINE = 600, 10
 WORDS = [

@@ -3,10 +3,14 @@
 import time
 from collections import Counter
 
+import pytest
+
 from testkit.serving.raylets import Raylets
 from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients, Stream
 from tests.ray.cluster.conftest import LONG, NUM_SLOTS, body
+
+pytestmark = pytest.mark.rotated
 
 STREAM_S = 5.0
 """Least seconds of a stream, longer than the end of a raylet takes."""

@@ -16,6 +16,8 @@ from testkit.limits import LIMIT_S
 from testkit.serving.served import Served, serving, wait_for
 from tests.ray.conftest import MODEL_NAME
 
+pytestmark = pytest.mark.rotated
+
 NUM_SLOTS = 2
 MAX_REPLICAS = 2
 

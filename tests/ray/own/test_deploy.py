@@ -23,6 +23,8 @@ from testkit.serving.served import ROOT, end_processes, wait_for
 from tests.ray.conftest import MODEL_NAME
 from tests.ray.own.conftest import Load, local_config
 
+pytestmark = pytest.mark.rotated
+
 
 class LongStream(threading.Thread):
     """A client that reads a stream of 9,000 tokens."""

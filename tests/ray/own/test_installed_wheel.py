@@ -16,6 +16,8 @@ from testkit.free_port import free_port
 from testkit.limits import LIMIT_S, START_LIMIT_S
 from testkit.serving.served import ROOT, clean_environment, wait_for
 
+pytestmark = pytest.mark.rotated
+
 TOPS = {"headway", "serve_app", "router", "replicas"}
 SUFFIXES = {"py", "cpp", "h", "json", "safetensors", "jinja", "md", "txt", "yaml", "html", "css", "js", "mako"}
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"

@@ -20,6 +20,8 @@ from tests.seeds import Seeds
 from tests.unit.engine.test_async_engine import collect, running, token_ids, until_idle
 from tests.unit.engine.test_engine_metrics import num_computed, prompt_of, wasted
 
+pytestmark = pytest.mark.rotated
+
 EOS = frozenset({3, 31, 59})
 _GARBAGE = (-1, -1)
 _MAX_ITEMS = 5

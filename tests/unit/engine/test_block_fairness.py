@@ -13,6 +13,8 @@ from testkit.engine.random_worlds import random_config
 from testkit.engine.shadow_runner import World, config, continuation, prompt, request
 from tests.seeds import Seeds
 
+pytestmark = pytest.mark.rotated
+
 NUM_BLOCKS = 40
 
 

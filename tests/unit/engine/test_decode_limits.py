@@ -15,6 +15,8 @@ from testkit.engine.timed_runner import StepShape, StepTimes
 from tests.seeds import Seeds
 from tests.unit.engine.test_latency_target import Simulation, engine_config
 
+pytestmark = pytest.mark.rotated
+
 NUM_SLOTS = 32
 ALONE_MS, TARGET_MS = 21.0, 60.0
 AUTO, EXPLICIT, NONE = (0.0, None, None), (TARGET_MS / 1000, None, None), (None, None, None)

@@ -12,6 +12,8 @@ from replicas.protocol import Band
 from testkit.engine.shadow_runner import IDENTITY, FakeClock, decoders, request
 from testkit.engine.timed_runner import StepTimes, TimedRunner
 
+pytestmark = pytest.mark.rotated
+
 TARGET_MS = 50.0
 # A small model on two processor cores: 20 ms with one sequence, 46 ms with 32; a token of a prompt costs 0.8 ms.
 CPU = StepTimes(base_s=19e-3, per_decode_s=0.85e-3, per_prefill_token_s=0.8e-3)

@@ -10,6 +10,8 @@ from testkit.engine.random_worlds import play, random_config, random_request
 from testkit.engine.shadow_runner import World, continuation
 from tests.seeds import Seeds
 
+pytestmark = pytest.mark.rotated
+
 
 def new_or_resumed(rng: random.Random, world: World, number: int) -> GenerateRequest:
     new = random_request(rng, world, number)

@@ -19,6 +19,8 @@ from testkit.engine.shadow_runner import IDENTITY, World, config, decoders, prom
 from tests.seeds import Seeds
 from tests.unit.engine.test_async_scheduling import EOS, PipelinedRunner, anything
 
+pytestmark = pytest.mark.rotated
+
 WINDOWS = [(None,), (None,), (6, None), (3, 9, None)]
 
 

@@ -12,6 +12,8 @@ from testkit.engine.random_worlds import play, random_config, random_request
 from testkit.engine.shadow_runner import World, config, continuation, prompt, request
 from tests.seeds import Seeds
 
+pytestmark = pytest.mark.rotated
+
 
 def flood(world: World, count: int, tenant: str = "flood", band: Band = Band.STANDARD, max_tokens: int = 60) -> None:
     """Add requests of one tenant, and let those with a slot decode."""

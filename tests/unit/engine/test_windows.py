@@ -16,6 +16,8 @@ from tests.seeds import Seeds
 from tests.unit.engine.test_async_scheduling import EOS, PipelinedWorld, check_outcomes
 from tests.unit.engine.test_state_slots import RepeatingRunner, hits
 
+pytestmark = pytest.mark.rotated
+
 WINDOWS: tuple[tuple[int | None, ...], ...] = ((1, None), (6, None), (6, 6, None), (3, 9, None), (5, None, None), (7,))
 NUM_OPERATIONS = 2_500
 
