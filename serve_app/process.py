@@ -52,26 +52,15 @@ def return_freed_memory() -> None:
     By default the first large block that is freed raises the size from which blocks have mappings of their own, up to
     32 MiB. Bodies then come from the heaps, one for each thread, which keep what lies below the last block in use. A
     fixed size keeps large blocks apart. It is above the 256 KiB in which bodies arrive: mapping those anew, with a page
-    fault for every 4 KiB, would double the time that the event loop takes to receive a body.
+    fault for every 4 KiB, would double the time that the event loop takes to receive a body. Other C libraries have no
+    such parameters and are left as they are.
     """
-    limit_heaps()
-    _mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
-    _mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
-
-
-def limit_heaps() -> None:
-    """Have the threads that start from now on share two of glibc's heaps.
-
-    By default there are eight for each processor. Each keeps the pages in which any block is left.
-    """
-    _mallopt(_M_ARENA_MAX, _NUM_ARENAS)
-
-
-def _mallopt(parameter: int, value: int) -> None:
-    """Set a parameter of glibc's heaps; do nothing with another C library."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(parameter, value)
+    if mallopt is None:
+        return
+    mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+    mallopt(_M_ARENA_MAX, _NUM_ARENAS)
 
 
 def trim_heaps() -> None:

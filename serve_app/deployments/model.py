@@ -29,7 +29,7 @@ from serve_app.deployments.process import log_through_serve
 from serve_app.deployments.serve_hooks import listen_on_loopback
 from serve_app.models.local_models import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, engine_exporter, export_forever
-from serve_app.process import limit_heaps, trim_heaps, without_collection
+from serve_app.process import trim_heaps, without_collection
 from serve_app.settings.processes import ModelProcess
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ class Model:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: ModelProcess, load_backend: "LoadBackend | None" = None
     ) -> None:
-        limit_heaps()
         with without_collection():
             from replicas import model_replica  # imports torch, which takes seconds and only a model replica needs
 

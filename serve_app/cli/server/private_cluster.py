@@ -44,6 +44,9 @@ SERVE_ENVIRONMENT = {
     # At their default of ten times a second these two loops take 5 % of a core, which the model can use.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_raylet_report_resources_period_milliseconds": "500",
+    # Threads share two of glibc's heaps. By default there are eight for each processor, and each keeps the pages in
+    # which any block is left.
+    "MALLOC_ARENA_MAX": "2",
     # Ray passes the metrics of Serve on every 10 s. By default each process sets them ten times a second.
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARE_PATH,
