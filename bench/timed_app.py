@@ -45,7 +45,7 @@ class TimedConfig(HeadwayConfig):
     baseline_policy: str | None = None
     """Routing policy to compare with: a name in `bench.routing.baselines`; none: the product's own."""
     intake_path: str | None = None
-    """File to which replicas append, for each request, the seconds from its arrival at an ingress to that in the engine;
+    """File to which replicas append the seconds from a request's arrival at an ingress to its arrival in the engine;
     none: they append nothing."""
     max_queued_per_replica: int = Field(default=0, ge=0)
     """Requests of each band that a baseline gives a replica beyond its slots; 0: they wait in the ingress."""
