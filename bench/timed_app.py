@@ -8,6 +8,7 @@ No `from __future__ import annotations` here: Serve reads the annotation of `bui
 
 import json
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -22,8 +23,10 @@ from serve_app.config import HeadwayConfig
 from testkit.engine.timed_runner import STEP_TIMES, StepTimes, TimedRunner, TimedStep
 
 if TYPE_CHECKING:
+    from replicas.engine.batch import IncrementalDecoder
     from replicas.model_replica import Backend
     from replicas.options import ReplicaOptions
+    from replicas.protocol import GenerateRequest
 
 ENGINE_THREAD = "engine"
 """Name of the engine's thread for the operating system."""
@@ -41,6 +44,9 @@ class TimedConfig(HeadwayConfig):
     """true: replicas turn tokens into text; false: they omit the text, to save CPU with many replicas."""
     baseline_policy: str | None = None
     """Routing policy to compare with: a name in `bench.routing.baselines`; none: the product's own."""
+    intake_path: str | None = None
+    """File to which replicas append the seconds from a request's arrival at an ingress to its arrival in the engine;
+    none: they append nothing."""
     max_queued_per_replica: int = Field(default=0, ge=0)
     """Requests of each band that a baseline gives a replica beyond its slots; 0: they wait in the ingress."""
 
@@ -60,7 +66,7 @@ class TimedConfig(HeadwayConfig):
 def build(config: TimedConfig) -> serve.Application:
     """Return the application, for `serve run` and `bench.serving`."""
     plain = HeadwayConfig(**config.model_dump(include=set(HeadwayConfig.model_fields)))
-    loader = TimedBackendLoader(STEP_TIMES[config.step_times], config.num_blocks, config.detokenize)
+    loader = TimedBackendLoader(STEP_TIMES[config.step_times], config.num_blocks, config.detokenize, config.intake_path)
     if config.baseline_policy is None:
         return build_with(plain, loader)
     return build_with(plain, loader, BaselineFlow(config.baseline_policy, config.max_queued_per_replica))
@@ -86,6 +92,7 @@ class TimedBackendLoader:
     step_times: StepTimes
     num_blocks: int
     has_text: bool
+    intake_path: str | None
 
     def __call__(self, options: "ReplicaOptions") -> "Backend":
         """Return a `TimedRunner` with the vocabulary, context length and tokenizer of the named model."""
@@ -97,9 +104,17 @@ class TimedBackendLoader:
         eos = model["eos_token_id"]
         eos_token_ids = frozenset(eos if isinstance(eos, list) else [eos])
         tokenizer = load_tokenizer(options.model.path) if self.has_text else None
+
+        def decoders(request: "GenerateRequest") -> "IncrementalDecoder":
+            """Return the decoder of a request that the engine takes now."""
+            if self.intake_path is not None and request.arrival_unix_s is not None:
+                with Path(self.intake_path).open("a") as file:
+                    file.write(f"{time.time() - request.arrival_unix_s}\n")
+            return make_decoder(tokenizer, request.prompt_token_ids)
+
         return Backend(
             runner=NamedThreadRunner(self.step_times, model["vocab_size"], max(eos_token_ids)),
-            decoders=lambda request: make_decoder(tokenizer, request.prompt_token_ids),
+            decoders=decoders,
             num_blocks=self.num_blocks,
             max_model_len=options.model.max_model_len or model["max_position_embeddings"],
             vocab_size=model["vocab_size"],

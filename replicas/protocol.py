@@ -5,10 +5,11 @@ With them are the rules that both apply alike: the fair share of a replica's slo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from itertools import chain
+from functools import partial
+from itertools import chain, repeat
 from typing import NamedTuple, TypeVar
 
 from replicas.errors import ServingError
@@ -435,6 +436,10 @@ class TokenDelta(NamedTuple):
     """Pooled output in float32, little-endian, in the only delta of a request for one."""
 
 
+_NO_MORE = tuple(TokenDelta._field_defaults.values())
+"""Fields of a delta after its usage, if it has text alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelCard:
     """Description of the model that a replica serves, and of its limits; constant over the replica's life."""
@@ -509,6 +514,20 @@ class EngineMetrics:
 def fair_share(num_slots: int, num_tenants: int) -> int:
     """Return the slots that each of `num_tenants` tenants keeps while others wait; at least one."""
     return max(1, num_slots // num_tenants)
+
+
+def usages_of(*columns: Iterable[float]) -> list[Usage]:
+    """Return usages from the columns of their fields, in less than half the time of as many calls."""
+    return list(map(partial(tuple.__new__, Usage), zip(*columns, strict=True)))
+
+
+def deltas_of(
+    request_ids: Sequence[str], starts: Sequence[int], token_ids: Sequence[int], texts: Sequence[str],
+    usages: Sequence[Usage],
+) -> list[TokenDelta]:  # fmt: skip
+    """Return deltas of one token each that have text alone, from the columns of their fields; see `usages_of`."""
+    columns = (request_ids, starts, zip(token_ids), texts, usages, *map(repeat, _NO_MORE))
+    return list(map(partial(tuple.__new__, TokenDelta), zip(*columns, strict=False)))  # Repetitions have no end.
 
 
 def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:

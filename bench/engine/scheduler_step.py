@@ -8,13 +8,21 @@ size a bare loop over as many sequences measures the speed of the machine at tha
 A third state is a replica with a GPU: all sequences decode a step ahead, with the tokenizer of the demo model, the plan
 of each step for CUDA graphs, the reading of its tokens and the report of the load. Its time is given as a multiple of
 the bare loop's, as the clock of a shared machine is not steady.
+
+`--vllm-python PATH` compares that state, without the plan of the step, with vLLM's scheduler and output processor on
+the same trace, by turns. PATH is the interpreter of vLLM's own virtual environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
 import random
+import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -123,6 +131,24 @@ class PlanningRunner:
         return PlannedOnly(planned, PendingTokens(tokens, pending, None), to_host)
 
 
+@dataclass(slots=True)
+class TextRunner:
+    """Runner without a device or a plan that gives tokens of a text; its own CPU time is counted separately."""
+
+    text: np.ndarray
+    num_steps: int = 0
+    spent_s: float = 0.0
+
+    def launch(self, batch: ScheduledBatch) -> FreeStep:
+        """Return tokens that continue the text from another place for each row."""
+        started_s = time.thread_time()
+        self.num_steps += 1
+        tokens = self.text[(np.arange(len(batch)) * 31 + self.num_steps) % len(self.text)]
+        step = FreeStep(StepResults(np.where(batch.columns.samples, tokens, -1), {}))
+        self.spent_s += time.thread_time() - started_s
+        return step
+
+
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """CPU time of one step, in milliseconds."""
@@ -178,33 +204,129 @@ def measure_served(text: TextOfDemo, num_running: int, temperature: float, num_s
     return min(turns, key=lambda cost: cost.multiple)
 
 
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Sequences that all decode, a step ahead, and the text that their tokens repeat."""
+
+    text: TextOfDemo
+    num_running: int
+    temperature: float
+
+    @property
+    def config(self) -> EngineConfig:
+        """Configuration of the engine."""
+        return EngineConfig(
+            num_blocks=self.num_running * 256,
+            max_model_len=_MAX_MODEL_LEN,
+            max_num_seqs=self.num_running,
+            max_num_batched_tokens=max(64, 8 * self.num_running),
+            async_scheduling=True,
+            vocab_size=len(self.text.tokenizer),
+            eos_token_ids=frozenset({len(self.text.tokenizer)}),
+        )
+
+    def requests(self) -> list[GenerateRequest]:
+        """Return the requests; their prompts are parts of the text."""
+        rng, token_ids = random.Random(0), self.text.token_ids
+        requests = []
+        for number in range(self.num_running):
+            first = rng.randrange(len(token_ids) - 64)
+            prompt = tuple(token_ids[first : first + rng.randint(8, 64)])
+            params = SamplingParams(_MAX_MODEL_LEN - 64, self.temperature, top_p=0.95, seed=number)
+            requests.append(GenerateRequest(f"r{number}", prompt, params))
+        return requests
+
+    def fields(self, num_steps: int) -> dict[str, Any]:
+        """Return the trace for `bench.peers.vllm_steps`."""
+        config = self.config
+        return {
+            "model": str(_ROOT / "replicas" / "demo"),
+            "max_model_len": _MAX_MODEL_LEN,
+            "max_num_seqs": self.num_running,
+            "max_num_batched_tokens": max(config.max_num_batched_tokens, _MAX_MODEL_LEN),  # vLLM takes no less.
+            "block_size": config.block_size,
+            "num_blocks": config.num_blocks,
+            "text": self.text.token_ids,
+            "prompts": [request.prompt_token_ids for request in self.requests()],
+            "temperature": self.temperature,
+            "max_tokens": _MAX_MODEL_LEN - 64,
+            "num_steps": num_steps,
+        }
+
+
 def _served_ms(text: TextOfDemo, num_running: int, temperature: float, num_steps: int) -> list[float]:
-    config = EngineConfig(
-        num_blocks=num_running * 256,
-        max_model_len=_MAX_MODEL_LEN,
-        max_num_seqs=num_running,
-        max_num_batched_tokens=max(64, 8 * num_running),
-        async_scheduling=True,
-        vocab_size=len(text.tokenizer),
-        eos_token_ids=frozenset({len(text.tokenizer)}),
-    )
-    rng, token_ids = random.Random(0), text.token_ids
-    runner = PlanningRunner(config, token_ids)
-    engine = Engine(config, runner, text.decoders(), IDENTITY)
-    for number in range(num_running):
-        first = rng.randrange(len(token_ids) - 64)
-        prompt = tuple(token_ids[first : first + rng.randint(8, 64)])
-        params = SamplingParams(max_tokens=_MAX_MODEL_LEN - 64, temperature=temperature, top_p=0.95, seed=number)
-        engine.add(GenerateRequest(f"r{number}", prompt, params))
+    trace = Trace(text, num_running, temperature)
+    return _trace_ms(trace, PlanningRunner(trace.config, text.token_ids), num_steps)
+
+
+def _trace_ms(trace: Trace, runner: PlanningRunner | TextRunner, num_steps: int) -> list[float]:
+    engine = Engine(trace.config, runner, trace.text.decoders(), IDENTITY)
+    for request in trace.requests():
+        engine.add(request)
     steps_ms: list[float] = []
     while len(steps_ms) < num_steps:
         started_s, runner.spent_s = time.thread_time(), 0.0
         deltas = engine.step()
         engine.stats()
         step_s = time.thread_time() - started_s - runner.spent_s
-        if len(deltas) == num_running:
+        if len(deltas) == trace.num_running:
             steps_ms.append(step_s * 1e3)
     return steps_ms
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCost:
+    """CPU time of a step without device and plan here and in vLLM, in milliseconds: medians of the turns."""
+
+    num_running: int
+    temperature: float
+    step_ms: float
+    vllm_ms: float
+    share: float
+    """`step_ms` / `vllm_ms`."""
+
+
+@contextlib.contextmanager
+def vllm_steps(python: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run `bench.peers.vllm_steps` with vLLM's interpreter within the context."""
+    command = [str(python), "-m", "bench.peers.vllm_steps"]
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT, env=environment
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def measure_beside(vllm: subprocess.Popen[str], trace: Trace, num_steps: int, num_turns: int) -> PeerCost:
+    """Measure steps here and in vLLM by turns. Of each turn the tenth percentile counts, as in `measure_served`."""
+    assert vllm.stdin is not None and vllm.stdout is not None
+    here_ms, there_ms = [], []
+    for _ in range(num_turns):
+        here_ms.append(percentile(_trace_ms(trace, TextRunner(np.array(trace.text.token_ids)), num_steps), 10))
+        print(json.dumps(trace.fields(num_steps)), file=vllm.stdin, flush=True)
+        line = vllm.stdout.readline()
+        while line and not line.startswith("["):
+            line = vllm.stdout.readline()  # vLLM prints warnings there, too.
+        if not line:
+            raise SystemExit("vLLM's process has ended; its error is above")
+        there_ms.append(percentile(json.loads(line), 10))
+    step_ms, vllm_ms = median(here_ms), median(there_ms)
+    return PeerCost(trace.num_running, trace.temperature, step_ms, vllm_ms, step_ms / vllm_ms)
+
+
+def compare(python: Path, num_steps: int, num_turns: int) -> None:
+    """Compare with vLLM, print the table and write it."""
+    text = TextOfDemo()
+    with vllm_steps(python) as vllm:
+        costs = [measure_beside(vllm, Trace(text, size, 0.8), num_steps, num_turns) for size in (64, 256, 1024)]
+    table = Table("running", "step, ms", "vLLM's step, ms", "share", title="step without device and plan")
+    for cost in costs:
+        table.add_row(str(cost.num_running), f"{cost.step_ms:.3f}", f"{cost.vllm_ms:.3f}", f"{cost.share:.2f}")
+    Console(width=100).print(table)
+    print(write("scheduler_step_vllm", {"num_turns": num_turns, "sizes": [asdict(cost) for cost in costs]}))
 
 
 def measure(num_running: int, num_waiting: int, num_steps: int) -> StepCost:
@@ -279,7 +401,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="timed steps of each state and size")
     parser.add_argument("--only-promise", action="store_true", help=f"{NUM_RUNNING} running, {NUM_WAITING} waiting")
     parser.add_argument("--only-served", action="store_true", help="steps of a replica with a GPU alone")
+    parser.add_argument("--vllm-python", type=Path, metavar="PATH", help="compare with vLLM, and measure nothing else")
+    parser.add_argument("--turns", type=int, default=3, help="turns of the comparison with vLLM")
     arguments = parser.parse_args()
+    if arguments.vllm_python is not None:
+        compare(arguments.vllm_python, arguments.steps, arguments.turns)
+        return
     text = TextOfDemo()
     served = [
         measure_served(text, num_running, temperature, arguments.steps)

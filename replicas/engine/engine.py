@@ -12,7 +12,7 @@ from replicas.engine.batch import CollectedStep, ItemResult, ModelRunner, Pooler
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig
 from replicas.engine.constraint import Constraint
-from replicas.engine.output_processor import DecoderFactory, OutputProcessor, PooledProcessor
+from replicas.engine.output_processor import DecoderFactory, OutputProcessor, PooledProcessor, Progress
 from replicas.engine.pipeline import Pipeline
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import DEVICE_S, KNOWN, PROMPT, WORK, Sequence, SequenceStatus
@@ -257,43 +257,50 @@ class Engine:
     def _apply_one(self, step: CollectedStep) -> list[TokenDelta | None]:
         """Apply the results of one step; return a delta, or None, for each item.
 
-        The usual tokens are applied at once. All others change blocks, whose order is that of the items.
+        The usual tokens are applied at once. What changes blocks follows in the order of the items.
         """
         columns, now = step.computed.columns, step.collected_s
-        is_uneventful = self._scheduler.uneventful(columns, step.results)
+        is_continued = self._scheduler.continued(columns, step.results)
         deltas: list[TokenDelta | None] = [None] * len(columns.sequences)
-        faults = self._continue(step, is_uneventful.nonzero()[0], deltas)
-        for index in sorted([*(~is_uneventful).nonzero()[0].tolist(), *faults]):
-            item = columns.item(index)
+        faults = self._continue(step, is_continued.nonzero()[0], deltas)
+        changes_block = is_continued & self._scheduler.blocks.changes_at(columns.starts + 1)
+        for index in sorted({*(changes_block | ~is_continued).nonzero()[0].tolist(), *faults}):
+            sequence = columns.sequences[index]
+            if changes_block[index]:
+                self._scheduler.block_changed(sequence)
             if index in faults:
-                item.sequence.undo_append()
-                delta: TokenDelta | None = self._output_processors[item.sequence.request_id].fail(faults[index])
+                sequence.undo_append()
+                delta: TokenDelta | None = self._output_processors[sequence.request_id].fail(faults[index])
+            elif is_continued[index]:
+                continue
             else:
-                delta = self._advance(item, step.results[index], now)
-            deltas[index] = None if delta is None else self._complete(item.sequence, delta, now)
+                delta = self._advance(columns.item(index), step.results[index], now)
+            deltas[index] = None if delta is None else self._complete(sequence, delta, now)
         return deltas
 
     def _continue(
         self, step: CollectedStep, indices: np.ndarray, deltas: list[TokenDelta | None]
     ) -> dict[int, SequenceFailed]:
-        """Apply tokens that end no sequence and change no block; return the errors of those that have no text."""
+        """Apply tokens that end no sequence, and make their deltas; return the errors of those that have no text."""
         table, columns = self._scheduler.table, step.computed.columns
         rows, token_ids = columns.rows[indices], step.results.token_ids[indices]
         table.append(rows, token_ids)
         self._stats.continued(table.times, rows, step.collected_s)
-        num_output_tokens = (table.numbers[KNOWN, rows] - table.numbers[PROMPT, rows]).tolist()
-        work, device_s = table.numbers[WORK, rows].tolist(), table.times[DEVICE_S, rows].tolist()
-        faults: dict[int, SequenceFailed] = {}
-        progress = zip(token_ids.tolist(), num_output_tokens, work, device_s, strict=True)
-        for index, numbers in zip(indices.tolist(), progress, strict=True):
-            processor = self._output_processors[columns.sequences[index].request_id]
-            assert isinstance(processor, OutputProcessor), "a pooled sequence samples no token"
-            try:
-                deltas[index] = processor.continued(*numbers)
-            except SequenceFailed as error:
-                faults[index] = error
+        places = indices.tolist()
+        sequences = [columns.sequences[index] for index in places]
+        progress = Progress(
+            sequences,
+            token_ids.tolist(),
+            (table.numbers[KNOWN, rows] - table.numbers[PROMPT, rows]).tolist(),
+            table.numbers[WORK, rows].tolist(),
+            table.times[DEVICE_S, rows].tolist(),
+        )
+        pushes = [self._output_processors[sequence.request_id].push for sequence in sequences]
+        made, faults = progress.deltas(pushes)
+        for index, delta in zip(places, made, strict=True):
+            deltas[index] = delta
         self._stats.undecodable(len(faults))
-        return faults
+        return {places[place]: fault for place, fault in faults.items()}
 
     def _advance(self, item: ScheduledSequence, result: ItemResult, now: float) -> TokenDelta | None:
         """Apply a step's result to one sequence; return its delta, or None if there is nothing to show yet."""

@@ -15,6 +15,9 @@ from replicas.protocol import Band, FinishReason, TokenDelta, Usage, merge
 
 _EARLY_S = 0.005
 """Time by which a flush may be early to leave together with another one; its next flush is not earlier for that."""
+_EARLY_SHARE = 1 / 4
+"""Share of its tokens that a flush may lack to leave together with a full one. Streams get a token in each step, so
+both leave together from then on, and a batch costs as much as several deltas."""
 _BATCHING_SHARE = 1 / 16
 """Longest batching delay as a share of the stream's age. A replica has 1/8 more batch requests than slots
 (`batch_lookahead`), so its slots stay full for about 1/8 of a request's time."""
@@ -120,6 +123,11 @@ class Mailbox:
         if is_first or is_full:
             self._changed(self)
 
+    @property
+    def fullness(self) -> float:
+        """Share of the tokens that wait in those of a flush; from 1 on it is due."""
+        return self._num_waiting / self._policy.num_tokens
+
     def fail(self, request_id: str, error: ServingError) -> None:
         """End the stream with `error`, unless its last delta is already here."""
         if not self._is_complete:
@@ -129,7 +137,7 @@ class Mailbox:
     def take(self, now: float) -> TokenDelta:
         """Return all that waits as one delta."""
         deltas, self._waiting, self._num_waiting = self._waiting, [], 0
-        self._flushed_s = max(now, self.due_s)
+        self._flushed_s = min(max(now, self.due_s), now + _EARLY_S)
         if self._is_complete:
             self.has_ended = True
             self._is_over.set()
@@ -226,7 +234,13 @@ class DeltaOutbox:
         assert self._waiting.items() <= self._mailboxes.items()
 
     def _taken(self, now: float) -> list[tuple[int, TokenDelta]]:
-        due = [(number, mailbox) for number, mailbox in self._waiting.items() if mailbox.due_s <= now + _EARLY_S]
+        waiting, due_s = self._waiting.items(), now + _EARLY_S
+        due = [(number, mailbox) for number, mailbox in waiting if mailbox.due_s <= due_s]
+        if any(mailbox.fullness >= 1 for _, mailbox in due):
+            least = 1 - _EARLY_SHARE
+            due = [
+                (number, mailbox) for number, mailbox in waiting if mailbox.due_s <= due_s or mailbox.fullness >= least
+            ]
         for number, _ in due:
             del self._waiting[number]
         return [(number, mailbox.take(now)) for number, mailbox in due]

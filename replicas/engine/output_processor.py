@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from replicas.engine.batch import IncrementalDecoder, ItemResult, Pooler, ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.errors import InvalidRequest, SequenceFailed, ServingError
-from replicas.protocol import FinishReason, GenerateRequest, PositionLogprobs, TokenDelta, Usage
+from replicas.protocol import (
+    FinishReason,
+    GenerateRequest,
+    PositionLogprobs,
+    TokenDelta,
+    Usage,
+    deltas_of,
+    usages_of,
+)
 
 _MAX_FORCED_TOKENS = 16
 """Number of forced tokens that a sequence gets in a step. It bounds the work of the next step."""
@@ -93,7 +101,9 @@ class OutputProcessor:
         request = sequence.request
         try:
             decoder = decoders(request)
-            self._detokenizer, self._push = Detokenizer(decoder, request.params.stop), decoder.push
+            self._detokenizer = Detokenizer(decoder, request.params.stop)
+            self.push: Callable[[int], str] = decoder.push
+            """Return the text that a token completes, of a sequence without stop strings; see `Progress.deltas`."""
             for index, token_id in enumerate(request.output_token_ids):
                 # The reader has this text already. Text that was held back is held back again.
                 self._detokenizer.push(token_id, may_stop=index >= request.params.min_tokens)
@@ -126,29 +136,6 @@ class OutputProcessor:
         logprobs = () if result.logprobs is None else (result.logprobs,)
         new_token_ids = tuple(sequence.token_ids[-1 - sequence.num_forced_tokens :])
         return self._delta(new_token_ids, text, stop, logprobs, prompt_logprobs)
-
-    def continued(self, token_id: int, num_output_tokens: int, work_tokens: int, device_s: float) -> TokenDelta:
-        """Return the delta of a token that was appended and does not end the sequence, which has text alone.
-
-        The other arguments are the sequence's present numbers.
-
-        Raises:
-            SequenceFailed: the token cannot be decoded.
-        """
-        sequence = self.sequence
-        try:
-            text = self._push(token_id)  # There are no stop strings.
-        except Exception as error:  # A tokenizer may raise anything; only this sequence fails.
-            raise _undecodable(error) from error
-        usage = Usage(
-            sequence.num_prompt_tokens,
-            num_output_tokens,
-            sequence.num_cached_tokens or 0,
-            work_tokens,
-            sequence.recomputed_tokens,
-            device_s,
-        )
-        return TokenDelta(sequence.request_id, num_output_tokens - 1, (token_id,), text, usage)
 
     def fail(self, error: ServingError) -> TokenDelta:
         """Return the last delta of a sequence that cannot go on."""
@@ -227,12 +214,54 @@ class OutputProcessor:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Tokens of a step that end no sequence and have text alone: the same place of each list belongs to one sequence.
+
+    The tokens have been appended; the numbers are those after them.
+    """
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    num_output_tokens: list[int]
+    work_tokens: list[int]
+    device_s: list[float]
+
+    def deltas(self, pushes: list[Callable[[int], str]]) -> tuple[list[TokenDelta], dict[int, SequenceFailed]]:
+        """Return the tokens' deltas, and the errors of those that cannot be decoded, by their places.
+
+        `pushes` give the texts, one for each sequence. A delta in the place of an error has no meaning.
+        """
+        texts, faults = [], {}
+        for place, (push, token_id) in enumerate(zip(pushes, self.token_ids, strict=True)):
+            try:
+                texts.append(push(token_id))
+            except Exception as error:  # A tokenizer may raise anything; only this sequence fails.
+                texts.append("")
+                faults[place] = _undecodable(error)
+        sequences, num_output_tokens = self.sequences, self.num_output_tokens
+        usages = usages_of(
+            [sequence.num_prompt_tokens for sequence in sequences],
+            num_output_tokens,
+            [sequence.num_cached_tokens or 0 for sequence in sequences],
+            self.work_tokens,
+            [sequence.recomputed_tokens for sequence in sequences],
+            self.device_s,
+        )
+        starts = [number - 1 for number in num_output_tokens]
+        return deltas_of([sequence.request_id for sequence in sequences], starts, self.token_ids, texts, usages), faults
+
+
 class PooledProcessor:
     """Output processor of a sequence whose prompt's hidden states are pooled: it ends when the prompt is computed."""
 
     def __init__(self, sequence: Sequence, pooler: Pooler) -> None:
         self.sequence = sequence
         self._pooler = pooler
+
+    def push(self, token_id: int) -> str:
+        """Fail: a pooled sequence has no output token."""
+        raise AssertionError(f"a pooled sequence has the output token {token_id}")
 
     def advance(self, item: ScheduledSequence, result: ItemResult) -> TokenDelta | None:
         """Add a step's result for the sequence; return its delta with the last one, else None."""

@@ -142,8 +142,8 @@ class Scheduler:
         """Note that a step was launched."""
         self.table.launched(batch.columns)
 
-    def uneventful(self, columns: BatchColumns, results: StepResults) -> np.ndarray:
-        """Return for each item [num_items] bool whether its sequence gets a token, goes on, and changes no block.
+    def continued(self, columns: BatchColumns, results: StepResults) -> np.ndarray:
+        """Return for each item [num_items] bool whether its sequence gets a token and goes on.
 
         It has no constraint, log probabilities or stop strings, and the token is no stop token of any sequence.
         """
@@ -151,15 +151,18 @@ class Scheduler:
         if self.blocks.states.num_slots:
             return np.zeros(len(rows), bool)
         numbers = table.numbers.take(rows, axis=1)
-        is_uneventful: np.ndarray = table.has(columns) & table.has_text_alone[rows] & columns.samples
-        is_uneventful &= (columns.num_tokens == 1) & (numbers[DECODES] > 0) & (numbers[PENDING] < MAX_PENDING_TOKENS)
-        is_uneventful &= numbers[KNOWN] + 1 - numbers[PROMPT] < numbers[MAX_OUTPUT]
-        is_uneventful &= ~self.blocks.changes_at(columns.starts + 1)
+        is_continued: np.ndarray = table.has(columns) & table.has_text_alone[rows] & columns.samples
+        is_continued &= (columns.num_tokens == 1) & (numbers[DECODES] > 0) & (numbers[PENDING] < MAX_PENDING_TOKENS)
+        is_continued &= numbers[KNOWN] + 1 - numbers[PROMPT] < numbers[MAX_OUTPUT]
         for token_id in {*self._config.eos_token_ids, *table.stop_tokens}:
-            is_uneventful &= token_ids != token_id
+            is_continued &= token_ids != token_id
         if results.others:
-            is_uneventful[list(results.others)] = False
-        return is_uneventful
+            is_continued[list(results.others)] = False
+        return is_continued
+
+    def block_changed(self, sequence: Sequence) -> None:
+        """Note that the token of a decode, which was collected, has changed a block of a sequence that goes on."""
+        self.blocks.computed(sequence, sequence.num_computed_tokens - 1)
 
     def load(self) -> RunningLoad:
         """Return the present load of the running sequences."""

@@ -396,7 +396,10 @@ class CompletionService:
 
     async def written(self, prepared: PreparedCompletion, item: IndexedDelta) -> bytes:
         """Return the events of a stream for a delta, in place of `chunks`: each delta is read once."""
-        return await self._formatted(prepared, [item.delta], partial(prepared.format.written, item))
+        delta = item.delta
+        if not (delta.logprobs or delta.prompt_logprobs or delta.pooled):
+            return prepared.format.written(item)
+        return await self._formatted(prepared, [delta], partial(prepared.format.written, item))
 
     async def _deltas(self, prepared: PreparedCompletion) -> list[TokenDelta]:
         """Run the completion and return one merged delta for each sequence."""

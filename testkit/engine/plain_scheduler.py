@@ -176,7 +176,7 @@ class PlainScheduler(Scheduler):
         for item in batch.items:
             item.sequence.launched(item.num_tokens, item.samples)
 
-    def uneventful(self, columns: BatchColumns, results: StepResults) -> np.ndarray:
+    def continued(self, columns: BatchColumns, results: StepResults) -> np.ndarray:
         return np.zeros(len(columns.sequences), bool)
 
     def load(self) -> RunningLoad:

@@ -1,6 +1,7 @@
 """Streams over the engine thread."""
 
 import asyncio
+import itertools
 import math
 import os
 import random
@@ -156,6 +157,24 @@ async def test_a_delayed_delta_leaves_at_once_with_a_more_urgent_delta() -> None
     for mailbox in (line, urgent):
         mailbox.put(last_delta())
     assert [number for number, _ in await outbox.take()] == [1, 2]
+
+
+async def test_an_almost_full_flush_leaves_with_a_full_one_and_with_no_other() -> None:
+    outbox = DeltaOutbox()
+    boxes = [outbox.open(number, lambda: FlushPolicy(60.0, 8)) for number in range(4)]
+
+    async def leaving(*nums_tokens: int) -> dict[int, int]:
+        for mailbox, num_tokens in zip(boxes, nums_tokens, strict=False):
+            for _ in range(num_tokens):
+                mailbox.put(TokenDelta("r", next(starts[mailbox]), (1,), "", Usage(1, 1, 0)))
+        return {number: len(delta.token_ids) for number, delta in await outbox.take()}
+
+    starts = {mailbox: itertools.count() for mailbox in boxes}
+    assert await leaving(1, 1, 1) == {0: 1, 1: 1, 2: 1}
+    assert await leaving(7, 7, 5, 1) == {3: 1}, "the first token of a stream takes no other stream with it"
+    assert await leaving(1) == {0: 8, 1: 7}
+    assert await leaving(8, 8) == {0: 8, 1: 8}
+    assert await leaving(0, 0, 3) == {2: 8}
 
 
 def last_delta() -> TokenDelta:

@@ -3,9 +3,11 @@
 import itertools
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -245,3 +247,35 @@ class Unpicklable(Exception):
 
 def raise_unpicklable() -> None:
     raise Unpicklable("no")
+
+
+def use_until_lost(process: WorkProcess) -> None:
+    while True:
+        if process.is_ready():
+            assert process.call(partial(sum, range(10_000))) == 49_995_000
+        else:
+            time.sleep(0.005)
+
+
+def held() -> tuple[list[psutil.Process], int]:
+    """Return this process's children, and its number of open files."""
+    this = psutil.Process()
+    return this.children(recursive=True), this.num_fds()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("number", range(10))
+def test_kills_at_any_moment_leave_nothing(number: int) -> None:
+    """Of 1,000 processes, 100 in each case, each is killed while it starts, waits for work or does it."""
+    rng, before = random.Random(number), held()
+    for _ in range(100):
+        process = WorkProcess(nothing)
+        if rng.random() < 0.5:
+            wait_until(process.is_ready)
+        killer = threading.Timer(rng.uniform(0.0, 0.3), os.kill, (process.pid, signal.SIGKILL))
+        killer.start()
+        with pytest.raises(NoReplicaAvailable):
+            use_until_lost(process)
+        killer.join()
+        assert process.has_ended
+    assert held() == before
