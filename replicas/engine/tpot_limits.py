@@ -46,8 +46,8 @@ class TpotController:
     1. A window is 8 steps in which the band decodes beside less urgent work. Its TPOT is the mean gap between two
        tokens of the band's streams. The time by which it exceeds the target is carried over to the next window, up to
        16 times the target: long steps, such as those with a prompt of the band, are made up for by shorter ones. So is
-       the time by which it stays below, up to once the target: else the mean over windows would stay below, too.
-       Steps that exceed the target by all that is carried over end their window at once.
+       the time by which it stays below, up to once the target, if there were less urgent decodes: else the mean over
+       windows would stay below, too. Steps that exceed the target by all that is carried over end their window at once.
     2. With an excess, the limit becomes three quarters of the less urgent tokens of a step, at least one. If the window
        exceeded the target by half, it becomes their number at which a line from the reference steps to the window
        meets the target, if that is less, but at least an eighth: a stream need not wait for several windows.
@@ -118,14 +118,12 @@ class TpotController:
         window.gap_s += sum(gaps_s)
         window.most_less_urgent = max(window.most_less_urgent, num_less_urgent)
         window.has_decodes |= has_decodes
-        mean_s, target_s = (
-            window.gap_s / window.num_gaps,
-            self._target_above(_FLOOR if window.has_decodes else _PREFILL_FLOOR),
-        )
+        floor, max_credit = (_FLOOR, _MAX_CREDIT) if window.has_decodes else (_PREFILL_FLOOR, 0)
+        mean_s, target_s = window.gap_s / window.num_gaps, self._target_above(floor)
         excess_s = window.num_steps * (mean_s - target_s)
         if window.num_steps >= _WINDOW_STEPS or excess_s >= _MAX_EXCESS * target_s:
             self._is_late = mean_s > self._target_s
-            self._excess_s = min(max(-_MAX_CREDIT * target_s, self._excess_s + excess_s), _MAX_EXCESS * target_s)
+            self._excess_s = min(max(-max_credit * target_s, self._excess_s + excess_s), _MAX_EXCESS * target_s)
             self._adapt(window.most_less_urgent, mean_s, target_s)
             self._window = _Window()
 
