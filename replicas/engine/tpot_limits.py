@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean, median_low
 
 import numpy as np
 
@@ -20,17 +21,16 @@ _INCREASES_TO_ALL_SLOTS, _INCREASE = 32, 0.0625
 _FLOOR, _PREFILL_FLOOR = 1.5, 1.2
 _PREFILL_SHARE = 0.25
 _REFERENCE_PERIOD_STEPS = 32
-_NUM_REFERENCES = 5
+_NUM_REFERENCES = 9
 _MAX_EXCESS, _MAX_CREDIT = 16, 1
 
 
 @dataclass(slots=True)
 class _Window:
-    """Sums over some steps."""
+    """Some steps."""
 
     num_steps: int = 0
-    num_gaps: int = 0
-    gap_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
     most_less_urgent: int = 0
     """Most less urgent tokens in a step."""
     has_decodes: bool = False
@@ -53,10 +53,11 @@ class TpotController:
        meets the target, if that is less, but at least an eighth: a stream need not wait for several windows.
     3. Otherwise, if a step had as many as the limit, a 32nd of `max_num_seqs` is added, or a sixteenth of the limit.
     4. The target is never below 1.5 times the gap after a reference step, which has decodes of the band and neither
-       prompts nor less urgent work: to hold decodes cannot make the streams faster than that. It is 1.2 times in a
-       window without less urgent decodes: prompts come and go, and each gap must be near the mean. Steps without less
-       urgent work are reference steps. If there is none, and the last window was above the target, one step in 32 is
-       made one.
+       prompts nor less urgent work: to hold decodes cannot make the streams faster than that. Steps without less urgent
+       work are such. If there is none, and the last window was above the target, one step in 32 is made one.
+    5. In a window without less urgent decodes it is 1.2 times: prompts come and go, and each gap must be near the
+       others. The median gap stands for the mean, as for reference steps: a target so near must not be missed for a few
+       slow steps.
 
     Steps of few less urgent decodes give more of their tokens a second than full steps now and then, at the same TPOT:
     on a CPU the duration of a step grows faster than its number of sequences.
@@ -114,24 +115,25 @@ class TpotController:
         """
         window = self._window
         window.num_steps += 1
-        window.num_gaps += len(gaps_s)
-        window.gap_s += sum(gaps_s)
+        window.gaps_s += gaps_s
         window.most_less_urgent = max(window.most_less_urgent, num_less_urgent)
         window.has_decodes |= has_decodes
-        floor, max_credit = (_FLOOR, _MAX_CREDIT) if window.has_decodes else (_PREFILL_FLOOR, 0)
-        mean_s, target_s = window.gap_s / window.num_gaps, self._target_above(floor)
-        excess_s = window.num_steps * (mean_s - target_s)
+        if window.has_decodes:
+            gap_s, target_s, max_credit = fmean(window.gaps_s), self.target_s, _MAX_CREDIT
+        else:
+            gap_s, target_s, max_credit = median_low(window.gaps_s), self._target_above(_PREFILL_FLOOR), 0
+        excess_s = window.num_steps * (gap_s - target_s)
         if window.num_steps >= _WINDOW_STEPS or excess_s >= _MAX_EXCESS * target_s:
-            self._is_late = mean_s > self._target_s
+            self._is_late = gap_s > self._target_s
             self._excess_s = min(max(-max_credit * target_s, self._excess_s + excess_s), _MAX_EXCESS * target_s)
-            self._adapt(window.most_less_urgent, mean_s, target_s)
+            self._adapt(window.most_less_urgent, gap_s, target_s)
             self._window = _Window()
 
-    def _adapt(self, num_less_urgent: int, mean_s: float, target_s: float) -> None:
+    def _adapt(self, num_less_urgent: int, gap_s: float, target_s: float) -> None:
         if self._excess_s > 0.0:
             fraction = _DECREASE
-            if mean_s > _FAR * target_s:
-                on_line = (target_s - self._reference_s) / (mean_s - self._reference_s)
+            if gap_s > _FAR * target_s:
+                on_line = (target_s - self._reference_s) / (gap_s - self._reference_s)
                 fraction = min(max(on_line, _LARGEST_DECREASE), _DECREASE)
             self._limit = max(1.0, fraction * min(self._limit, num_less_urgent))
         elif num_less_urgent >= self.limit:
