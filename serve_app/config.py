@@ -174,9 +174,10 @@ class HeadwayConfig(_SettingsOfParts):
     slo: _Targets = BandTargets()
     """Targets of each band for the time to first token and for the mean time between output tokens, seconds; either may
     be none. In YAML `{interactive: [1, 0.06], batch: none}`. Bands that are not named keep their defaults. While the
-    mean time between tokens of a band's streams in a replica exceeds its target, fewer sequences of less urgent bands
-    decode in a step; they keep their slots. A replica aims at no less than 1.5 times the time that the streams have
-    without less urgent decodes. `auto` is 0.06 with a GPU, else just these 1.5 times. Targets neither refuse nor order
+    mean time between tokens of a band's streams in a replica exceeds its target, less urgent bands decode and
+    prefill fewer tokens in a step; they keep their slots. A replica aims at no less than 1.5 times the time that the
+    streams have without less urgent work, and 1.2 times beside prompts and texts alone. `auto` is 0.06 with a GPU, else
+    just these times. Targets neither refuse nor order
     requests; `headway:slo_attained_total` and `headway:goodput_tokens_total` count what met them."""
     load_poll_period_s: float = Field(default=1.0, gt=0)
     """Seconds between two polls of every model replica's load by an ingress."""

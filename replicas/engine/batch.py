@@ -186,7 +186,6 @@ class ScheduledBatch:
         self,
         items: tuple[ScheduledSequence, ...] = (),
         decoding_bands: tuple[Band, ...] = (),
-        num_held: int = 0,
         columns: BatchColumns | None = None,
     ) -> None:
         self._items = items
@@ -194,8 +193,6 @@ class ScheduledBatch:
         self._num_tokens: int | None = None
         self.decoding_bands = decoding_bands
         """Bands of the requests that decode, most urgent first; one is listed twice if a promoted request is in it."""
-        self.num_held = num_held
-        """Number of less urgent decodes that the step leaves out for the TPOT of others."""
 
     def __len__(self) -> int:
         return len(self._items) if self._columns is None else len(self._columns.sequences)

@@ -68,7 +68,7 @@ class EngineLimits:
     the next free slot and keeps it."""
     tpot_targets_s: tuple[float | Auto | None, ...] = (None,) * len(BANDS)
     """Target of each band for the mean time between two tokens of a stream, seconds, or `auto`. While a band's streams
-    exceed it, fewer sequences of less urgent bands decode in a step. None: no target."""
+    exceed it, less urgent bands get fewer tokens in a step. None: no target."""
     fairness_rest_steps: int = 64
     """Fewest steps between two preemptions of one sequence for other tenants' fair shares."""
     lowered: frozenset[str] = frozenset()
@@ -123,7 +123,7 @@ class EngineConfig(EngineLimits):
     """Limits of one engine, complete with those of its model, its KV cache and its device."""
 
     tpot_targets_s: tuple[float | None, ...] = (None,) * len(BANDS)
-    """Target of each band, seconds; 0: 1.5 times the TPOT without less urgent bands, which no target is below."""
+    """Target of each band, seconds; 0: as low as `TpotController` allows."""
     num_blocks: int
     """KV blocks that sequences can hold, with ids 1..num_blocks. Block 0 is the runner's scratch block."""
     windows: tuple[int | None, ...] = (None,)

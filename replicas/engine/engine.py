@@ -164,7 +164,7 @@ class Engine:
             by_ingress=parts.shares(),
             block_size=self._config.block_size,
             saturated_tokens_per_s=self._stats.saturated_rate.tokens_per_s,
-            tpot_targets_s=self._scheduler.decodes.targets_s(),
+            tpot_targets_s=self._scheduler.tpot_limits.targets_s(),
             version=self._version,
             num_state_slots=self._config.num_state_slots,
             num_free_state_slots=self._scheduler.blocks.states.num_free_slots,
@@ -250,7 +250,7 @@ class Engine:
         for step in steps:
             self._stats.stepped(step, self._scheduler.table)
             self._scheduler.latency.stepped(step.batch, step.duration_s)
-            self._scheduler.decodes.stepped(step)
+            self._scheduler.tpot_limits.stepped(step)
             deltas += filter(None, self._apply_one(step))
         return deltas
 

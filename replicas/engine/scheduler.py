@@ -11,7 +11,6 @@ import numpy as np
 from replicas.engine.batch import BatchColumns, ScheduledBatch, ScheduledSequence, StepResults
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig, KVPressurePolicy
-from replicas.engine.decode_limits import DecodeLimits
 from replicas.engine.sequence import (
     DECODES,
     KNOWN,
@@ -26,6 +25,7 @@ from replicas.engine.sequence import (
 from replicas.engine.sequence_table import Lag, RunningLoad, SequenceTable
 from replicas.engine.step_plan import LatencyController, StepPlan
 from replicas.engine.tenant_slots import TenantBlocks, TenantSlots
+from replicas.engine.tpot_limits import TpotLimits
 from replicas.engine.waiting_queue import WaitingQueue
 from replicas.protocol import BANDS, Band
 
@@ -43,7 +43,7 @@ class Scheduler:
        mostly a prefix hit. It is the least urgent one of the tenant with most blocks beyond its fair share
        (`TenantBlocks`), or of the band if no tenant with several sequences is beyond its share.
     2. Sequences that miss one token get it: a decode never waits for a prefill. While a band's streams exceed their
-       TPOT target, some decodes of less urgent bands are held (`DecodeLimits`).
+       TPOT target, some decodes of less urgent bands are held, and their prompts get fewer tokens (`TpotLimits`).
     3. The rest of the budget (`max_num_batched_tokens`, or less to meet a latency target) goes to the other running
        sequences and to waiting ones, band by band, in order of urgency. A prompt longer than a step gets a share first
        and the rest of the budget last, so that short prompts behind it start at once. A waiting sequence of a more
@@ -62,7 +62,7 @@ class Scheduler:
     Invariants:
         A sequence is in `waiting`, in `running` or finished. Running sequences have blocks for all tokens known when
         they were last scheduled. len(running) <= num_slots.
-        A sequence that decodes is held in at most `decodes.max_held_steps` steps in a row.
+        A sequence that decodes is held in at most `tpot_limits.max_held_steps` steps in a row.
         A promoted sequence never yields. A tenant that yields slots or blocks holds at least its share of them
         afterwards.
         A sequence's worst case fits the pool, so a step with work always progresses.
@@ -79,7 +79,7 @@ class Scheduler:
         # Time at which each band last got tokens, or began to wait if that is later.
         self._served_s = dict.fromkeys(Band, 0.0)
         self.latency = LatencyController(config)
-        self.decodes = DecodeLimits(config, self.table)
+        self.tpot_limits = TpotLimits(config, self.table)
         self.num_held = 0
         """Number of decodes that the last step left out."""
         self._slots = TenantSlots(config.num_slots)
@@ -117,14 +117,14 @@ class Scheduler:
             lag = self._lag()
         if self._grow_running(lag):
             lag = self._lag()
-        held = self.decodes.hold(self.running, lag)
+        held = self.tpot_limits.hold(self.running, lag, self._least_urgent)
         self.num_held = len(held)
         plan = StepPlan(self._config, self.table, self.running, lag, held)
         for band in plan.decoding_bands:
             self._served_s[band] = now
         has_prefills = plan.has_prefilling or len(self.waiting) > 0
-        for band in BANDS[: self.decodes.least_urgent_band + 1] if has_prefills else ():
-            plan.limit(self.latency.num_tokens(plan.num_decode_tokens, self._is_more_urgent_than_running(band)))
+        for band in BANDS if has_prefills else ():
+            plan.limit(self._most_tokens(plan, band))
             self._schedule_prefills(plan, band, now)
         return plan.batch(self.blocks.states)
 
@@ -200,7 +200,7 @@ class Scheduler:
             assert sequence.num_table_blocks == len(sequence.block_table)
             assert sequence.num_in_flight_tokens >= 0 and sequence.num_placeholder_tokens >= 0
             assert sequence.num_scheduled_tokens <= sequence.num_tokens
-            assert sequence.num_held_steps <= self.decodes.max_held_steps
+            assert sequence.num_held_steps <= self.tpot_limits.max_held_steps
             assert sequence.num_scheduled_tokens <= len(sequence.block_table) * self._config.block_size
         for sequence in self.waiting.sequences():
             assert sequence.status is SequenceStatus.WAITING
@@ -210,8 +210,17 @@ class Scheduler:
         self._slots.check_invariants(self.running)
         self.blocks.check_invariants(self.running)
 
-    def _is_more_urgent_than_running(self, band: Band) -> bool:
-        return bool(self.running) and band < self.running[-1].effective_band
+    @property
+    def _least_urgent(self) -> Band:
+        """Least urgent band with work; the most urgent one if there is no work."""
+        waiting = [band for band, num in zip(BANDS, self.waiting.num_by_band, strict=True) if num]
+        return max([*waiting, *(sequence.effective_band for sequence in self.running[-1:])], default=BANDS[0])
+
+    def _most_tokens(self, plan: StepPlan, band: Band) -> int:
+        """Return the most tokens that the step may have with prompts of `band`."""
+        is_more_urgent = bool(self.running) and band < self.running[-1].effective_band
+        most_tokens = self.latency.num_tokens(plan.num_decode_tokens, is_more_urgent)
+        return min(most_tokens, self.tpot_limits.num_tokens(band, plan.num_scheduled_tokens))
 
     def _promote_starved(self, lag: Lag, now: float) -> bool:
         """Promote a sequence of each band that has starved; return True if there is one."""

@@ -35,7 +35,6 @@ class StepPlan:
         """`lag` is that of `running`; `held` are indices of the latter."""
         self._config = config
         self._table = table
-        self._num_held = len(held)
         self._prefilling = lag.prefilling(running)
         # The decodes: their columns, sequences and numbers of tokens.
         decodes = lag.is_decoding.nonzero()[0]
@@ -47,7 +46,8 @@ class StepPlan:
         self._num_decode_tokens = np.ones(len(self._rows), np.int64)
         # Tokens of all others.
         self._scheduled: dict[Sequence, int] = {}
-        self._num_scheduled_tokens = len(self._rows)
+        self.num_scheduled_tokens = len(self._rows)
+        """Number of tokens given so far; callers only read it."""
         self._num_long = 0
         self._completed_hashes: set[bytes] = set()
         self._limit = config.max_num_batched_tokens
@@ -55,8 +55,8 @@ class StepPlan:
             more = min(self.num_tokens_left, self._decodes[index].num_forced_tokens)
             more = min(more, self._decodes[index].num_uncomputed_tokens - 1)
             self._num_decode_tokens[index] += more
-            self._num_scheduled_tokens += more
-        self.num_decode_tokens = self._num_scheduled_tokens
+            self.num_scheduled_tokens += more
+        self.num_decode_tokens = self.num_scheduled_tokens
         """Number of tokens of the decodes."""
         # A band may be in the list twice: promoted sequences run before all others.
         self.decoding_bands = [BANDS[band] for band, _ in groupby(table.numbers[BAND][self._rows].tolist())]
@@ -68,7 +68,7 @@ class StepPlan:
     @property
     def num_tokens_left(self) -> int:
         """Number of tokens that may still be given."""
-        return max(0, self._limit - self._num_scheduled_tokens)
+        return max(0, self._limit - self.num_scheduled_tokens)
 
     @property
     def has_prefilling(self) -> bool:
@@ -110,7 +110,7 @@ class StepPlan:
             return
         if more:
             self._scheduled[sequence] = num_scheduled + more
-            self._num_scheduled_tokens += more
+            self.num_scheduled_tokens += more
 
     def unschedule(self, sequence: Sequence) -> None:
         """Remove `sequence` from the step. Called before the sequence is preempted."""
@@ -120,7 +120,7 @@ class StepPlan:
             del self._decodes[index]
             self._rows = np.delete(self._rows, index)
             self._num_decode_tokens = np.delete(self._num_decode_tokens, index)
-        self._num_scheduled_tokens -= num_scheduled
+        self.num_scheduled_tokens -= num_scheduled
         if num_scheduled and self.is_long(sequence):
             self._num_long -= 1
 
@@ -150,7 +150,7 @@ class StepPlan:
             spans = zip(sequences, columns.starts.tolist(), num_tokens.tolist(), strict=True)
             moves = tuple(states.move(sequence, start, start + more) for sequence, start, more in spans)
             columns = replace(columns, states=moves)
-        return ScheduledBatch((), tuple(self.decoding_bands), self._num_held, columns)
+        return ScheduledBatch((), tuple(self.decoding_bands), columns)
 
 
 class LatencyController:

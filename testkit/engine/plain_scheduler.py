@@ -19,7 +19,6 @@ from replicas.engine.batch import (
 )
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig
-from replicas.engine.decode_limits import DecodeLimits
 from replicas.engine.engine import Engine
 from replicas.engine.ingress_parts import IngressParts
 from replicas.engine.output_processor import DecoderFactory
@@ -29,6 +28,7 @@ from replicas.engine.sequence import Phase, Sequence, SequenceStatus
 from replicas.engine.sequence_table import RunningLoad, SequenceTable
 from replicas.engine.state_slots import StateSlots
 from replicas.engine.step_plan import StepPlan
+from replicas.engine.tpot_limits import TpotLimits
 from replicas.protocol import BANDS, Band, ReplicaIdentity
 from replicas.timing.clock import Clock
 
@@ -54,7 +54,6 @@ class _PlainPlan(StepPlan):
 
     def __init__(self, config: EngineConfig, running: list[Sequence], held: Collection[Sequence]) -> None:
         self._config = config
-        self._num_held = len(held)
         self._scheduled: dict[Sequence, int] = {}
         self._prefilling = []
         self.decoding_bands: list[Band] = []
@@ -67,18 +66,18 @@ class _PlainPlan(StepPlan):
                     self.decoding_bands.append(sequence.request.band)
             elif sequence.is_prefilling:
                 self._prefilling.append(sequence)
-        self._num_scheduled_tokens = len(self._scheduled)
+        self.num_scheduled_tokens = len(self._scheduled)
         self._num_long = 0
         self._completed_hashes: set[bytes] = set()
         self._limit = config.max_num_batched_tokens
         for sequence in self._scheduled:
             if sequence.num_forced_tokens:
                 self.schedule(sequence, sequence.num_forced_tokens)
-        self.num_decode_tokens = self._num_scheduled_tokens
+        self.num_decode_tokens = self.num_scheduled_tokens
 
     def unschedule(self, sequence: Sequence) -> None:
         num_scheduled = self._scheduled.pop(sequence, 0)
-        self._num_scheduled_tokens -= num_scheduled
+        self.num_scheduled_tokens -= num_scheduled
         if num_scheduled and self.is_long(sequence):
             self._num_long -= 1
 
@@ -90,49 +89,38 @@ class _PlainPlan(StepPlan):
             start = sequence.num_scheduled_tokens
             move = states.move(sequence, start, start + num_scheduled)
             items.append(ScheduledSequence.of(sequence, start, num_scheduled, move))
-        return ScheduledBatch(tuple(items), tuple(self.decoding_bands), self._num_held)
+        return ScheduledBatch(tuple(items), tuple(self.decoding_bands))
 
 
-class _PlainLimits(DecodeLimits):
+class _PlainLimits(TpotLimits):
     """Limits that sort the decodes in each step."""
 
-    def held(self, running: list[Sequence]) -> frozenset[Sequence]:
-        self.least_urgent_band = BANDS[-1]
-        if not self._controllers or not running or running[0].effective_band is running[-1].effective_band:
-            return frozenset()
+    def held(self, running: list[Sequence], least_urgent: Band) -> frozenset[Sequence]:
+        self._prompt_tokens.clear()
+        self._num_tokens = self._max_num_tokens
         decoding = [sequence for sequence in running if sequence.is_decoding]
         held: set[Sequence] = set()
         for band, controller in self._controllers.items():
-            if not any(sequence.band is band and sequence not in held for sequence in decoding):
-                continue
-            others = [s for s in decoding if s.effective_band > band and s not in held]
-            if others:
+            has_streams = any(sequence.band is band and sequence not in held for sequence in decoding)
+            if has_streams and running[0].effective_band < least_urgent and band < least_urgent:
+                others = [s for s in decoding if s.effective_band > band and s not in held]
                 others.sort(key=lambda sequence: -sequence.num_held_steps)
-                if controller.begin_step():
-                    self.least_urgent_band = min(self.least_urgent_band, band)
-                    held.update(others)
-                held.update(others[controller.limit :])
+                held.update(others[self._limit_prompts(band, controller, len(others)) :])
         for sequence in held:
             sequence.num_held_steps += 1
         return frozenset(held)
 
     def stepped(self, step: CollectedStep) -> None:
-        batch = step.batch
-        if not self._controllers or not batch.decoding_bands:
-            return
-        if len(batch.decoding_bands) == 1 and not batch.num_held:
-            controller = self._controllers.get(batch.decoding_bands[0])
-            if controller is not None and batch.num_tokens == len(batch.items):
-                controller.refer(_gap_s(step, batch.items[0].sequence))
-            return
-        decodes = [item.sequence for item in batch.items if item.sequence.phases.phase is Phase.DECODE]
+        items = step.batch.items
+        decodes = [item.sequence for item in items if item.sequence.phases.phase is Phase.DECODE]
         for band, controller in self._controllers.items():
             gaps_s = [_gap_s(step, sequence) for sequence in decodes if sequence.band is band]
-            num_less_urgent = sum(sequence.effective_band > band for sequence in decodes)
-            if gaps_s and not num_less_urgent and batch.num_tokens == len(decodes):
+            num_less_urgent = sum(item.num_tokens for item in items if item.sequence.effective_band > band)
+            if gaps_s and num_less_urgent:
+                has_decodes = any(sequence.effective_band > band for sequence in decodes)
+                controller.observe(gaps_s, num_less_urgent, has_decodes)
+            elif gaps_s and step.batch.num_tokens == len(decodes):
                 controller.refer(gaps_s[0])
-            if num_less_urgent or batch.num_held:
-                controller.observe(gaps_s, num_less_urgent, batch.num_held)
 
 
 def _gap_s(step: CollectedStep, sequence: Sequence) -> float:
@@ -145,7 +133,7 @@ class PlainScheduler(Scheduler):
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
         super().__init__(config, blocks)
         self.table = _NoTable(2 * config.num_slots)
-        self.decodes: _PlainLimits = _PlainLimits(config, self.table)
+        self.tpot_limits: _PlainLimits = _PlainLimits(config, self.table)
 
     def add(self, sequence: Sequence, now: float) -> None:
         sequence.phases.begin(now)
@@ -162,13 +150,13 @@ class PlainScheduler(Scheduler):
                 self._promote(band, self._all_prefilling())
                 self._served_s[band] = now
         self._grow_all()
-        held = self.decodes.held(self.running)
+        held = self.tpot_limits.held(self.running, self._least_urgent)
         self.num_held = len(held)
         plan = _PlainPlan(self._config, self.running, held)
         for band in plan.decoding_bands:
             self._served_s[band] = now
-        for band in BANDS[: self.decodes.least_urgent_band + 1]:
-            plan.limit(self.latency.num_tokens(plan.num_decode_tokens, self._is_more_urgent_than_running(band)))
+        for band in BANDS:
+            plan.limit(self._most_tokens(plan, band))
             self._schedule_prefills(plan, band, now)
         return plan.batch(self.blocks.states)
 

@@ -30,7 +30,6 @@ class RecordingRunner(PipelinedRunner):
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.events: list[object] = []
-        self.num_held = 0
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         for item in batch.items:
@@ -38,8 +37,7 @@ class RecordingRunner(PipelinedRunner):
             tables = (tuple(sequence.block_table), *map(tuple, sequence.more_tables))
             facts = (item.start, item.num_tokens, item.samples, item.num_recomputed_tokens, item.preemption, item.state)
             self.events.append((sequence.request_id, facts, tables, sequence.num_held_steps))
-        self.num_held += batch.num_held
-        self.events.append((batch.decoding_bands, batch.num_held, batch.num_tokens, batch.is_constrained))
+        self.events.append((batch.decoding_bands, batch.num_tokens, batch.is_constrained))
         return super().launch(batch)
 
 
@@ -50,11 +48,15 @@ class RecordingWorld(World):
 
     def __init__(self, config: EngineConfig, make_engine: type[Engine]) -> None:
         self.make_engine = make_engine
+        self.num_held = 0
         super().__init__(config, step_s=0.1, make_runner=RecordingRunner)
 
     def step(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
             deltas = self.engine.step()
+            num_held = self.engine._scheduler.num_held
+            self.num_held += num_held
+            self.runner.events.append(num_held)
             self.runner.events += [repr(delta) for delta in deltas]
             load = self.engine.stats()
             by_ingress = tuple(sorted(load.by_ingress, key=lambda share: share.ingress_id))
@@ -116,7 +118,7 @@ def check_worlds(seeds: Seeds) -> None:
         counts["preempted"] += world.engine._scheduler.num_preemptions
         counts["windows"] += len(world.config.windows) > 1
         counts["states"] += world.config.num_state_slots > 0
-        counts["held"] += world.runner.num_held
+        counts["held"] += world.num_held
         counts["constrained"] += len(world.constraints)
     if seeds.are_many:
         assert all(counts[what] > 2 for what in ("preempted", "windows", "states", "held", "constrained")), counts
