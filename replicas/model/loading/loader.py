@@ -199,14 +199,7 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
     if products is not None:
         kept = kept_panels(products, options.quantization, rounds_again=rounds_again)
     cuts = None if ranks is None else ModelCuts(config, ranks.share)
-    weights = load_weights(
-        options.path,
-        config if cuts is None else cuts.local_config(),
-        dtype,
-        device,
-        kept=kept,
-        cutter=None if cuts is None else cuts.cut,
-    )
+    weights = load_weights(options.path, config, dtype, device, kept=kept, cuts=cuts)
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
     remove_waits(model)
     if isinstance(model, TextEncoder) and tells_pairs_apart(config):

@@ -20,14 +20,15 @@ from transformers.core_model_loading import WeightRenaming
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention.interface import ATTENTION_NAME, register_attention
-from replicas.model.checkpoint.cuts import Cutter
 from replicas.model.checkpoint.expert_weights import DOWN, ExpertWeights, find_expert_weights
 from replicas.model.checkpoint.formats import QuantizedWeight, Weights
 from replicas.model.checkpoint.lazy_weights import LazyWeight, WeightReader
+from replicas.model.checkpoint.weight_parts import cut_weights
 from replicas.model.layers.experts import are_experts
 from replicas.model.layers.kept_experts import kept_experts
 from replicas.model.layers.linear import KeptLinears, can_multiply
 from replicas.model.loading.checks import read_weights
+from replicas.model.parallel.shares import ModelCuts
 from replicas.model.pooling.encoder import TextEncoder
 from replicas.model.pooling.kinds import is_encoder
 from replicas.text.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
@@ -51,13 +52,13 @@ def load_weights(
     device: torch.device = _CPU,
     *,
     kept: KeptLinears | None = None,
-    cutter: Cutter | None = None,
+    cuts: ModelCuts | None = None,
 ) -> LoadedWeights:
     """Load the weights of a model, a directory or hub id, in `dtype`.
 
     Another `device` than the CPU receives each weight when it has been read: the host never holds the whole model.
     Weights of linear layers that `kept` keeps or rounds become its layers; without it all weights become dense.
-    `config` is that of the part of the model for which `cutter` cuts the weights; None: of the whole model.
+    Of a model that is cut, `cuts` choose the part; `config` is that of the whole model.
 
     Raises:
         ModelLoadError: a file or a weight is missing, damaged or of a wrong shape.
@@ -65,13 +66,14 @@ def load_weights(
     """
     directory = _directory_of(model)
     weights = read_weights(directory)
+    if cuts is not None:
+        config, weights = cuts.local_config(), cut_weights(weights, cuts.cut, cuts.num_ranks)
     reader = WeightReader(weights, dtype)
-    state = reader.lazy(cutter)
+    state = reader.lazy()
     layers = _KeptLayers() if kept is None else _kept_layers(weights, config, kept)
     linears, experts = layers.linears, layers.experts
     for name in {name for each in experts.values() for name in each.weights.names()}:
         del state[name]
-    to_round = {name: state[weight] for name, weight in layers.rounded.items()}
     shapes = {weight.name: weight.layout.shape for weight in linears.values()}
     shapes |= {name: weights.shape_of(name) for name in layers.rounded.values()}
     for name, shape in chain(shapes.items(), *(each.shapes.items() for each in experts.values())):
@@ -82,11 +84,11 @@ def load_weights(
         assert kept is not None
         linear = loaded.get_submodule(name)
         loaded.set_submodule(name, kept.make(reader.quantized(weight), linear.bias, linear.weight.dtype))
-    for name, lazy in to_round.items():
+    for name, weight_name in layers.rounded.items():
         assert kept is not None and kept.rounds is not None
         linear = loaded.get_submodule(name)
-        dense = lazy[...].to(device, linear.weight.dtype)
-        loaded.set_submodule(name, kept.make(kept.rounds(dense), linear.bias, dense.dtype))
+        rounded = reader.rounded(weight_name, kept.rounds, device, linear.weight.dtype)
+        loaded.set_submodule(name, kept.make(rounded, linear.bias, linear.weight.dtype))
     for name, each in experts.items():
         assert kept is not None and kept.products is not None
         original = loaded.get_submodule(name)

@@ -161,15 +161,16 @@ class ModelCuts:
                 f"tensor_parallel_size is {share.num_ranks}, and models of that type run on one device alone: set it "
                 "to 1",
             )
-        if hasattr(config, "quantization_config"):
-            raise ModelLoadError(
-                f"tensor_parallel_size is {share.num_ranks}, which quantized checkpoints do not support: set it to 1"
-            )
         refuse_indivisible(config, share.num_ranks)
         self._config = config
         self._share = share
         self._sizes = Sizes.of(config)
         self._rules = [(re.compile(name), rule) for name, rule in {**_RULES, **_CUT_TYPES[config.model_type]}.items()]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self._share.num_ranks
 
     def cut(self, name: str, shape: Shape) -> Cut | None:
         """Return the cut of the tensor `name`; None: the rank holds it whole."""
