@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -67,21 +66,15 @@ class WeightReader:
             parts.append(part.of_outputs(range(first, first + len(values) * num_copies)))
         return concatenate(parts).with_zeros(cut.num_zeros)
 
-    def rounded(
-        self, name: str, rounds: Callable[[Tensor], QuantizedLinear], device: torch.device, dtype: torch.dtype
-    ) -> QuantizedLinear:
-        """Read a weight, and round it as a whole one is rounded: scales belong to inputs that other ranks hold, too."""
-        cut = self._weights.cut_of(name)
-        if cut is None or cut.dim != 1:
-            return rounds(self._read_weight(name).to(device, dtype))
-        weight = self._weights.quantized.get(name)
+    def largest(self, name: str) -> Tensor:
+        """Return the largest magnitude of each row of a weight whose inputs are cut, over the inputs of all ranks.
+
+        The result has the shape of the dense weight, without the inputs, and the reader's dtype.
+        """
+        cut, weight = self._weights.cut_of(name), self._weights.quantized.get(name)
+        assert cut is not None
         whole = self._read(self._weights.plain[name]) if weight is None else self._read_whole(weight)
-        rounded = rounds(whole.to(device, dtype))
-        [inputs] = cut.ranges
-        group = rounded.inputs_per_scale
-        if group < whole.shape[1]:
-            return rounded.of_inputs(inputs, math.gcd(group, inputs.start, len(inputs)))
-        return rounded.of_inputs(inputs, len(inputs))
+        return whole.to(self._dtype).abs().amax(cut.dim)
 
     def _slice(self, stored: StoredSlice) -> QuantizedLinear:
         tensors = {}

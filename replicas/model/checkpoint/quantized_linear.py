@@ -92,8 +92,7 @@ class QuantizedLinear:
         assert self.outputs_per_scale == 1, "each output has a row of scales of its own"
         values = (self.numbers, self.scales, self.zero_points)
         numbers, scales, zero_points = (
-            None if each is None else torch.cat([each, each.new_zeros(num_outputs, each.shape[1])])
-            for each in values
+            None if each is None else torch.cat([each, each.new_zeros(num_outputs, each.shape[1])]) for each in values
         )
         assert numbers is not None and scales is not None
         return replace(self, numbers=numbers, scales=scales, zero_points=zero_points)

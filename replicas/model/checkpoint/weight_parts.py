@@ -92,7 +92,7 @@ _FORMATS: Mapping[str, Mapping[str, _Axes]] = {
     },
     "8-bit integers of bitsandbytes": {".weight": _axes(0, 1), ".SCB": (_Axis(0, _Unit.VALUE), None)},
 }
-"""Axes of the tensors of each format, by suffix. Weights of other formats are read whole, and cut once they are dense."""
+"""Axes of the tensors of each format, by suffix. A weight of another format is read whole, and its dense one is cut."""
 _WITH_EXPERTS = "MXFP4"
 """Format whose dense weights are [experts, inputs, outputs]; the others are [outputs, inputs]."""
 
@@ -185,7 +185,10 @@ class StoredSlice:
             _Unit.VALUE: (1, 1),
             _Unit.BYTE: (_BYTE_BITS, whole.bits),
             _Unit.WORD: (WORD_BITS, whole.bits),
-            _Unit.GROUP: (whole.inputs_per_scale if cuts_inputs(weight, weight.part.cut) else whole.outputs_per_scale, 1),
+            _Unit.GROUP: (
+                whole.inputs_per_scale if cuts_inputs(weight, weight.part.cut) else whole.outputs_per_scale,
+                1,
+            ),
         }[axis.unit]
         is_last = self.stop == whole.shape[weight.part.cut.dim]
         return axis.dim, range(self.start * entries // values, size if is_last else self.stop * entries // values)

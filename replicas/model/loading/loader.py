@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,14 @@ from replicas.model.layers.float8_linear import check_float8
 from replicas.model.layers.fused_decoder import can_fuse
 from replicas.model.layers.kept_experts import round_experts
 from replicas.model.layers.latent_attention import store_checked_latents
-from replicas.model.layers.linear import choose_linears, choose_panels, kept_groups, kept_panels, plain_linear
+from replicas.model.layers.linear import (
+    choose_linears,
+    choose_panels,
+    kept_groups,
+    kept_panels,
+    plain_linear,
+    rounded_parts,
+)
 from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model, panel_products
 from replicas.model.layers.panels import PanelProducts, compile_panels
@@ -186,6 +193,8 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
         ModelLoadError: the files or the options cannot be used.
         UnsupportedModel: its architecture cannot be served.
     """
+    if ranks is not None:
+        _refuse_options(options, ranks.share.num_ranks)
     torch.set_num_threads(options.num_threads or _default_num_threads())
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
@@ -195,10 +204,12 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     products = choose_products(config, options, dtype, device)
     rounds_again = options.quantization in ROUNDS_AGAIN
+    cuts = None if ranks is None else ModelCuts(config, ranks.share)
     kept = kept_groups() if has_kernels and not rounds_again else None
     if products is not None:
         kept = kept_panels(products, options.quantization, rounds_again=rounds_again)
-    cuts = None if ranks is None else ModelCuts(config, ranks.share)
+    elif cuts is not None and options.quantization != "none":
+        kept = rounded_parts(dtype, has_kernels, options.quantization, rounds_again=rounds_again)
     weights = load_weights(options.path, config, dtype, device, kept=kept, cuts=cuts)
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
     remove_waits(model)
@@ -212,10 +223,11 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
     layers = probe_attention(model, port, two_sided=two_sided)
     if store_checked_latents(model, port):
         layers = probe_attention(model, port)
-    _refuse_options(port, options, device, has_ranks=ranks is not None)
+    if port.recurrent.layers and device.type != "cpu" and options.compile_layers:
+        raise ModelLoadError("compile_layers is true, which models with recurrent layers do not support on a GPU")
     if device.type == "cpu" and not generates and not isinstance(model, TextEncoder):
         model.set_output_embeddings(NoOutput(vocab_size))  # The layer would become a packed copy of the embedding.
-    _optimize(model, port, layers, options, has_kernels, products)
+    _optimize(model, port, layers, options, has_kernels, products, weights.largest)
     if two_sided:
         _refuse_scoring(config, layers)
     port.recurrent.pad_gates()
@@ -316,13 +328,16 @@ def choose_products(
     return products
 
 
-def _refuse_options(port: AttentionPort, options: ModelOptions, device: torch.device, *, has_ranks: bool) -> None:
-    """Raise ModelLoadError for an option that several ranks, or recurrent layers on a GPU, do not support."""
-    if has_ranks and (options.compile_layers or options.batch_invariant):
+def _refuse_options(options: ModelOptions, num_ranks: int) -> None:
+    """Raise ModelLoadError for an option that several ranks do not support."""
+    if options.compile_layers or options.batch_invariant:
         name = "compile_layers" if options.compile_layers else "batch_invariant"
-        raise ModelLoadError(f"{name} is true, which contradicts tensor_parallel_size ({options.tensor_parallel_size})")
-    if port.recurrent.layers and device.type != "cpu" and options.compile_layers:
-        raise ModelLoadError("compile_layers is true, which models with recurrent layers do not support on a GPU")
+        raise ModelLoadError(f"{name} is true, which contradicts tensor_parallel_size ({num_ranks})")
+    if options.quantization == "fp8_w8a8":
+        raise ModelLoadError(
+            f"quantization is 'fp8_w8a8', which contradicts tensor_parallel_size ({num_ranks}): scales of the inputs "
+            "that it rounds would differ by rank; fp8 rounds weights alone"
+        )
 
 
 def remove_waits(model: PreTrainedModel) -> None:
@@ -345,6 +360,7 @@ def _optimize(
     options: ModelOptions,
     has_kernels: bool,
     products: PanelProducts | None,
+    largest: Mapping[str, Tensor],
 ) -> None:
     """Replace modules of the model by the fastest ones for its device."""
     device, dtype = model.device, model.dtype
@@ -352,7 +368,7 @@ def _optimize(
         if options.compile_layers:
             raise ModelLoadError("compile_layers is true, but the device is a CPU")
         if options.quantization in ("fp8", "fp8_w8a8"):
-            round_experts(model, ROUNDINGS[options.quantization], None)
+            round_experts(model, ROUNDINGS[options.quantization], None, largest)
         modules = cpu_modules(dtype, has_kernels, options.quantization)
         if isinstance(model, TextEncoder) and options.quantization == "none" and not options.batch_invariant:
             # Whole texts have many rows, for which oneDNN is faster.
@@ -369,7 +385,7 @@ def _optimize(
         guard_embedding(model, TorchLayerOps())
         return
     if products is not None and options.quantization != "none":
-        round_experts(model, ROUNDINGS[options.quantization], products)
+        round_experts(model, ROUNDINGS[options.quantization], products, largest)
     make_linear = plain_linear if products is None else choose_panels(products, options.quantization)
     modules = cuda_modules(dtype, device, make_linear, batch_invariant=options.batch_invariant)
     guard_embedding(model, modules.ops)

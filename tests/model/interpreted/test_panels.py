@@ -237,7 +237,7 @@ def load_in_panels(
     port = AttentionPort(model)
     layers = probe_attention(model, port)
     if quantization != "none":
-        round_experts(model, ROUNDINGS[quantization], products)
+        round_experts(model, ROUNDINGS[quantization], products, {})
     optimize_model(model, port, layers, FusedModules(ops or TorchLayerOps(), choose_panels(products, quantization)))
     return replace(load(path), model=model, port=port, layers=layers, weights=weights.description)
 
