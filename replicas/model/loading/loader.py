@@ -28,6 +28,7 @@ from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
 from replicas.model.hardware.limits import cpu_limit
+from replicas.model.hardware.selfcheck import Agree, alone
 from replicas.model.layers.embedding import guard_embedding
 from replicas.model.layers.float8_linear import check_float8
 from replicas.model.layers.fused_decoder import can_fuse
@@ -107,6 +108,11 @@ class LoadedModel:
     """Attention shapes of the layers whose tokens see those behind them. They have no KV cache."""
     ranks: RankGroup | None = None
     """Ranks that have the other parts of the model; None: the model is whole."""
+
+    @property
+    def agree(self) -> Agree:
+        """Agreement of the ranks that compute the model."""
+        return alone if self.ranks is None else self.ranks.all_true
 
     @property
     def cut_logits(self) -> CutLogits | None:
@@ -202,7 +208,8 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
     max_model_len = choose_max_model_len(longest_of(config), options.max_model_len)
     tokenizer = tokenizer_of(options.path)
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
-    products = choose_products(config, options, dtype, device)
+    agree = alone if ranks is None else ranks.all_true
+    products = choose_products(config, options, dtype, device, agree)
     rounds_again = options.quantization in ROUNDS_AGAIN
     cuts = None if ranks is None else ModelCuts(config, ranks.share)
     kept = kept_groups() if has_kernels and not rounds_again else None
@@ -227,7 +234,7 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
         raise ModelLoadError("compile_layers is true, which models with recurrent layers do not support on a GPU")
     if device.type == "cpu" and not generates and not isinstance(model, TextEncoder):
         model.set_output_embeddings(NoOutput(vocab_size))  # The layer would become a packed copy of the embedding.
-    _optimize(model, port, layers, options, has_kernels, products, weights.largest)
+    _optimize(model, port, layers, options, has_kernels, products, weights.largest, agree)
     if two_sided:
         _refuse_scoring(config, layers)
     port.recurrent.pad_gates()
@@ -301,9 +308,11 @@ def _pool_head(
 
 
 def choose_products(
-    config: PretrainedConfig, options: ModelOptions, dtype: torch.dtype, device: torch.device
+    config: PretrainedConfig, options: ModelOptions, dtype: torch.dtype, device: torch.device, agree: Agree = alone
 ) -> PanelProducts | None:
     """Return the products with weights of 4 and 8 bits; None if there are none, or they become dense.
+
+    They must work on all ranks that `agree`.
 
     Raises:
         ModelLoadError: `options` ask for them, and they do not work here.
@@ -318,7 +327,7 @@ def choose_products(
         if is_rounded:
             raise ModelLoadError(f"compile_layers is true, which contradicts quantization ({options.quantization!r})")
         return None
-    products = panel_products(dtype, device, batch_invariant=options.batch_invariant)
+    products = panel_products(dtype, device, agree, batch_invariant=options.batch_invariant)
     if products is None and is_rounded:
         raise ModelLoadError(f"quantization is {options.quantization!r}, whose kernels do not work on {device}")
     if products is not None and options.quantization == "fp8_w8a8":
@@ -361,6 +370,7 @@ def _optimize(
     has_kernels: bool,
     products: PanelProducts | None,
     largest: Mapping[str, Tensor],
+    agree: Agree,
 ) -> None:
     """Replace modules of the model by the fastest ones for its device."""
     device, dtype = model.device, model.dtype
@@ -387,7 +397,7 @@ def _optimize(
     if products is not None and options.quantization != "none":
         round_experts(model, ROUNDINGS[options.quantization], products, largest)
     make_linear = plain_linear if products is None else choose_panels(products, options.quantization)
-    modules = cuda_modules(dtype, device, make_linear, batch_invariant=options.batch_invariant)
+    modules = cuda_modules(dtype, device, make_linear, agree, batch_invariant=options.batch_invariant)
     guard_embedding(model, modules.ops)
     optimize_model(model, port, layers, modules)
     compile_panels(model)

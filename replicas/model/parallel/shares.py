@@ -2,6 +2,7 @@
 
 Attention is cut by heads, feed-forward layers by their inner size, embedding and output layer by the vocabulary. A KV
 head belongs to the ranks of its query heads: where there are more ranks than KV heads, several hold the same one.
+The module imports no torch.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.checkpoint.cuts import Cut
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MAX_RANKS = 8
 """Most ranks of a replica: GPUs of one machine."""
