@@ -57,7 +57,8 @@ class MessageForm:
 
     def to_bytes(self, message: RankMessage) -> bytes:
         """Return the message as bytes."""
-        step, words = message.step, b""
+        step = message.step
+        words: bytes | array[int] = b""
         if step is None:
             structure = _Structure(False, None, (), None, message.masks)
         else:
