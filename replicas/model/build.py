@@ -240,7 +240,7 @@ def _measure_on_cuda(
     scratch = grouped_cache(loaded.layer_groups(cache_dtype), 0, limits.block_size, cache_dtype, loaded.device)
     if loaded.state_layers:
         scratch.states = StateCache(loaded.state_layers, 0, limits.block_size, loaded.dtype, loaded.device)
-    counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device, loaded.agree)
+    counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device)
     runner = TorchModelRunner(loaded, scratch, attention, counts=counts)
     sizes = (limits.max_num_seqs, limits.max_num_batched_tokens, loaded.max_model_len, limits.block_size)
 

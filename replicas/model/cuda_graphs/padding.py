@@ -180,7 +180,7 @@ class StepPadding:
             assert len(part) <= num_words, "the items do not fit the shape"
             words[start : start + len(part)] = part
             start += num_words
-        num_rows, has_placeholders = np.count_nonzero(columns.samples), np.count_nonzero(parts[0] < 0) > 0
+        num_rows, has_placeholders = int(np.count_nonzero(columns.samples)), bool(np.count_nonzero(parts[0] < 0))
         return PaddedPlan(shape, num_rows, to_device.ints(words), update, has_placeholders)
 
     def _decodes(self, columns: BatchColumns, shape: StepShape, last_rows: LastRows) -> tuple[np.ndarray, ...]:
