@@ -1,5 +1,6 @@
 """Ranks hold the parts of quantized and of rounded weights that one process has, bit by bit, and give its tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_a_rank_reads_its_part_of_each_weight(tmp_path: Path, name: str, num_ran
         assert {name: weight.layout for name, weight in first.quantized.items()} == {
             name: weight.layout for name, weight in other.quantized.items()
         }
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["AWQ", "compressed-tensors W4A16 asymmetric", "FP8 blocks of DeepSeek"])
+@pytest.mark.parametrize("architecture", ["phi3", "qwen3_5_text"])
+def test_a_rank_reads_its_part_of_joined_layers(tmp_path: Path, architecture: str, name: str) -> None:
+    """Queries, keys and values are parts of one weight, each of which is cut."""
+    check_parts(quantize_checkpoint(cached_checkpoint(architecture), tmp_path, METHODS[name]), 2)
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors W8A8", "FP8 blocks of DeepSeek"])
+def test_the_last_ranks_part_of_the_vocabulary_ends_with_zeros(tmp_path: Path, name: str) -> None:
+    plain = write_checkpoint(tmp_path / "plain", with_tokenizer=False, tie_word_embeddings=False, vocab_size=509)
+    method = replace(METHODS[name], is_quantized=lambda name: name == "lm_head.weight")
+    check_parts(quantize_checkpoint(plain, tmp_path, method), 4)
 
 
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_K, GGMLQuantizationType.IQ4_NL])
