@@ -21,7 +21,7 @@ from replicas.model.cuda_graphs.padding import StepPadding
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.options import ModelOptions
 from replicas.model.planner import StepPlanner
-from replicas.model.ranks.messages import RankMessage
+from replicas.model.ranks.messages import MessageForm, RankMessage
 from replicas.model.ranks.ring import RingFiles, RingReader, RingWriter
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling.token_counts import CountSlots
@@ -53,6 +53,8 @@ class NullRunner:
     planner: StepPlanner
     writer: RingWriter
     reader: RingReader
+    forms: tuple[MessageForm, MessageForm] = field(default_factory=lambda: (MessageForm(), MessageForm()))
+    """Forms of the writer and of the reader."""
     times_us: list[list[float]] = field(default_factory=list)
     """Times of plan, write and read of each step."""
 
@@ -61,11 +63,11 @@ class NullRunner:
         begun = time.perf_counter()
         message = self.planner.plan(batch).message
         planned = time.perf_counter()
-        self.writer.write(RankMessage(1, message, samples=True).to_bytes())
+        self.writer.write(self.forms[0].to_bytes(RankMessage(1, message, samples=True)))
         written = time.perf_counter()
         published = self.reader.read(_LIMIT_S)
         assert published is not None
-        RankMessage.of_bytes(published)
+        self.forms[1].of_bytes(published)
         ended = time.perf_counter()
         moments = (begun, planned, written, ended)
         self.times_us.append([1e6 * (end - start) for start, end in pairwise(moments)])

@@ -70,8 +70,9 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     if loaded.is_two_sided:
         return _fitted_without_cache(loaded, limits, options)
     cache_dtype = choose_cache_dtype(options.kv_cache_dtype, loaded.dtype)
-    attention = choose_attention(loaded.attention_spec(limits.block_size, cache_dtype), options.attention_backend)
-    loaded.port.recurrent.backend = choose_states(loaded.state_spec(limits.block_size))
+    spec = loaded.attention_spec(limits.block_size, cache_dtype)
+    attention = choose_attention(spec, options.attention_backend, loaded.agree)
+    loaded.port.recurrent.backend = choose_states(loaded.state_spec(limits.block_size), loaded.agree)
     graphs = _graph_builder(loaded, attention, options)
     has_gpu = loaded.device.type == "cuda"
     groups = loaded.layer_groups(cache_dtype)
@@ -95,7 +96,7 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     if num_slots:
         cache.states = StateCache(loaded.state_layers, num_slots, limits.block_size, loaded.dtype, loaded.device)
     captured = None if graphs is None else graphs.captured(cache, limits)
-    counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device)
+    counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device, loaded.agree)
     return FittedRunner(TorchModelRunner(loaded, cache, attention, captured, counts), limits)
 
 
@@ -178,9 +179,7 @@ class _GraphBuilder:
             num_tables=len(cache.groups),
         )
         graphs = GraphRunner(self._loaded, cache, self._attention, shapes)
-        self._is_possible = graphs.capture(self._stream)
-        if self._loaded.ranks is not None:
-            self._is_possible = self._loaded.ranks.all_true(self._is_possible)
+        self._is_possible = self._loaded.agree(graphs.capture(self._stream))
         return graphs if self._is_possible else None
 
 

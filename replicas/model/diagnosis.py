@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
@@ -25,13 +26,16 @@ from replicas.model.attention.layer_groups import bytes_of_block, group_layers
 from replicas.model.attention.probe import dry_forward, probe_shapes
 from replicas.model.attention.select import check_attention, choose_attention
 from replicas.model.attention.state_cache import bytes_per_slot
+from replicas.model.checkpoint.weight_parts import cut_weights
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.kernel_build import KernelBuildError, built_library
 from replicas.model.hardware.selfcheck import WHOLE_MODEL, find_fault, relative_error
 from replicas.model.layers.latent_attention import store_latents
+from replicas.model.loading.checks import read_weights
 from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
 from replicas.model.loading.loader import LoadedModel, load_model, longest_of
+from replicas.model.loading.memory import GpuWeights, gpu_weights
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import model_without_values
 from replicas.model.parallel.shares import ModelCuts, Share
@@ -89,6 +93,8 @@ class Diagnosis:
     keeps_bits: bool
     """True if a GPU computes with weights of 4 and 8 bits."""
     model: ModelMemory | None
+    part: GpuWeights | None
+    """Weights that each of several ranks holds; None: there is one."""
     model_fault: str | None
     """Reason why the model cannot be served."""
 
@@ -104,27 +110,45 @@ def diagnose(checkpoint: str, model: str | None, num_ranks: int = 1) -> Diagnosi
     device = choose_device("auto")
     dtype = choose_dtype("auto", device)
     is_gpu = device.type == "cuda"
-    memory, fault = None, None
+    kernels = list(_gpu_checks(checkpoint) if is_gpu else _cpu_checks(checkpoint))
+    keeps_bits = any(check.name == _KEPT_BITS and check.fault is None for check in kernels)
+    memory, part, fault = None, None, None
     if model is not None:
         try:
             memory = memory_of(read_config(model), dtype, num_ranks, is_gpu=is_gpu)
+            part = part_of(model, dtype, num_ranks, keeps_bits=keeps_bits) if num_ranks > 1 else None
         except ModelLoadError as error:
             fault = str(error)
     properties = torch.cuda.get_device_properties(device) if is_gpu else None
-    kernels = list(_gpu_checks(checkpoint) if is_gpu else _cpu_checks(checkpoint))
     return Diagnosis(
         device="cpu" if properties is None else properties.name,
         is_gpu=is_gpu,
         num_gpus=torch.cuda.device_count() if is_gpu else 0,
         gpu_memory_bytes=0 if properties is None else properties.total_memory,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_name_of(dtype),
         value_bytes=dtype.itemsize,
         read_bytes_per_s=_read_bytes_per_s(device),
         kernels=kernels,
-        keeps_bits=any(check.name == _KEPT_BITS and check.fault is None for check in kernels),
+        keeps_bits=keeps_bits,
         model=memory,
+        part=part,
         model_fault=fault,
     )
+
+
+def part_of(model: str, dtype: torch.dtype, num_ranks: int, *, keeps_bits: bool) -> GpuWeights:
+    """Return the weights that one of `num_ranks` ranks holds of the model in the directory `model`.
+
+    Raises:
+        ModelLoadError: files are damaged, or a layer cannot be cut.
+    """
+    cuts = ModelCuts(read_config(model), Share(0, num_ranks))
+    weights = cut_weights(read_weights(Path(model)), cuts.cut, num_ranks)
+    return gpu_weights(weights, _name_of(dtype), dtype.itemsize, keeps_bits=keeps_bits)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _read_bytes_per_s(device: torch.device) -> float:

@@ -151,8 +151,11 @@ class StepPlanner:
         scored = [
             index for index in range(columns.num_decodes, num_items) if wants_prompt_logprobs(columns.item(index))
         ]
-        shared = np.setdiff1d(np.arange(num_items), scored) if scored else np.arange(num_items)
-        padded, flat, pooled = self._plan_shared(columns.take(shared) if scored else columns, to_device)
+        shared = columns
+        if scored:
+            others = np.setdiff1d(np.arange(num_items), scored)
+            shared = columns.take(others)
+        padded, flat, pooled = self._plan_shared(shared, to_device)
         pieces = []
         for index in scored:
             for piece in _pieces_of(columns.item(index)):
@@ -160,14 +163,16 @@ class StepPlanner:
                 flat.append(self._flat_pass(BatchColumns.of([piece]), targets, num_top, to_device))
                 if targets:
                     pieces.append(ScoredPiece(index, targets, num_top))
-        order = np.append(shared, scored) if scored else shared
-        indices = order[columns.samples[order]]
+        indices = columns.samples.nonzero()[0]
+        if scored:
+            order = np.append(others, scored)
+            indices, pooled = order[columns.samples[order]], others[pooled].tolist()
         sampling = columns if not scored and len(indices) == num_items else columns.take(indices)
         plan = self._sampling.plan(sampling, self._last_rows, to_device) if len(indices) else None
         self._last_rows = LastRows(sampling)
         message = StepMessage(to_device.words, padded, tuple(flat), plan)
         masks = self._masks.masks_of(sampling)
-        return PlannedStep(message, masks, batch, indices, sampling, pieces, [shared.item(index) for index in pooled])
+        return PlannedStep(message, masks, batch, indices, sampling, pieces, pooled)
 
     @contextmanager
     def running(self) -> Iterator[None]:

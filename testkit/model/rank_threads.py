@@ -41,13 +41,26 @@ def load_parts(path: Path, num_ranks: int, device: Device = "cpu", **options: ob
     chosen = {"kernel_cache_dir": None, "dtype": "float32", "device": device, "max_model_len": MAX_MODEL_LEN, **options}
     with tempfile.TemporaryDirectory() as folder:
 
-        def join(rank: int) -> RankGroup:
+        def join(rank: int) -> _LoadingGroup:
             share, meeting_file = Share(rank, num_ranks), Path(folder, "meeting")
-            return RankGroup(share, torch.device(device), meeting_file, shares_device=num_ranks > 1)
+            return _LoadingGroup(share, torch.device(device), meeting_file, shares_device=num_ranks > 1)
 
         groups = on_ranks(num_ranks, join)
     # One after the other: transformers changes its classes while it loads.
-    return [load_model(ModelOptions(str(path), **chosen), group) for group in groups]  # type: ignore[arg-type]
+    parts = [load_model(ModelOptions(str(path), **chosen), group) for group in groups]  # type: ignore[arg-type]
+    for group in groups:
+        group.is_loading = False
+    return parts
+
+
+class _LoadingGroup(RankGroup):
+    """Group whose ranks have the same verdicts while they load, each by itself."""
+
+    is_loading = True
+
+    def all_true(self, verdict: bool) -> bool:
+        """Return the rank's own verdict while it loads."""
+        return verdict if self.is_loading else super().all_true(verdict)
 
 
 @dataclass(frozen=True)

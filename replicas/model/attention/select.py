@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,12 +20,14 @@ from replicas.model.attention.kv_cache import AttentionLayer, KVCache
 from replicas.model.attention.two_sided import TwoSidedAttention
 from replicas.model.batch.inputs import BatchInputs, build_inputs, dummy_item
 from replicas.model.hardware.device import compute_capability
-from replicas.model.hardware.selfcheck import find_fault, relative_error
+from replicas.model.hardware.selfcheck import Agree, agreed_fault, alone, find_fault, relative_error
 
 if TYPE_CHECKING:
     from replicas.model.attention.triton import TritonBackend
 
 _log = logging.getLogger(__name__)
+
+_Backend = TypeVar("_Backend")
 
 BACKENDS = ("auto", "flash", "triton", "gather")
 # Processor counts for the check: with the first, no keys are split into parts; with the second, they are.
@@ -46,8 +48,8 @@ TWO_SIDED_SCHEDULE: ChunkSchedule = (((0, 1),), ((0, 2), (0, 129), (0, 1), (0, 7
 LONG_SCHEDULE: ChunkSchedule = (*SHORT_SCHEDULE, ((6, 7), (330, 1800)), ((7, 8), (1800, 1801)), ((8, 30), (1801, 1802)))
 
 
-def choose_attention(spec: AttentionSpec, backend: str) -> AttentionBackend:
-    """Return the backend of that name; for `auto` the fastest one that works for `spec`.
+def choose_attention(spec: AttentionSpec, backend: str, agree: Agree = alone) -> AttentionBackend:
+    """Return the backend of that name; for `auto` the fastest one that works for `spec`, on all ranks that `agree`.
 
     Raises:
         ModelLoadError: there is no such backend, or it is flash or triton and does not work here.
@@ -57,7 +59,7 @@ def choose_attention(spec: AttentionSpec, backend: str) -> AttentionBackend:
     if spec.is_batch_invariant and backend not in ("auto", "triton"):
         raise ModelLoadError(f"attention_backend is {backend!r}, and batch_invariant is true, which needs triton")
     if backend == "auto" and not spec.is_batch_invariant:
-        return _fastest(spec)
+        return _fastest(spec, agree)
     if backend == "gather":
         return GatherAttention
     try:
@@ -118,19 +120,29 @@ class FlashAndTriton:
         return (self._flash if has_prompts else self._triton)(cache, inputs)
 
 
-def _fastest(spec: AttentionSpec) -> AttentionBackend:
+def _fastest(spec: AttentionSpec, agree: Agree) -> AttentionBackend:
     if spec.device.type != "cuda":
         return CppAttention if spec.has_kernels and can_attend(spec.layers) else GatherAttention
-    try:
-        triton = _triton(spec)
-    except ModelLoadError as error:
-        _log.warning("attention uses plain torch and is slow: Triton's kernels do not work here: %s", error)
+    triton, fault = _tried(lambda: _triton(spec), agree)
+    if triton is None:
+        _log.warning("attention uses plain torch and is slow: Triton's kernels do not work here: %s", fault)
         return GatherAttention
+    flash, fault = _tried(lambda: _flash(spec, triton), agree)
+    if flash is None:
+        _log.info("attention uses Triton's kernels only, without FlashAttention 3: %s", fault)
+        return triton
+    return FlashAndTriton(flash, triton)
+
+
+def _tried(make: Callable[[], _Backend], agree: Agree) -> tuple[_Backend | None, str | None]:
+    """Return what `make` returns, if no rank raises ModelLoadError; else None, and the fault."""
+    backend, fault = None, None
     try:
-        return FlashAndTriton(_flash(spec, triton), triton)
+        backend = make()
     except ModelLoadError as error:
-        _log.info("attention uses Triton's kernels only, without FlashAttention 3: %s", error)
-    return triton
+        fault = str(error)
+    fault = agreed_fault(fault, agree)
+    return (backend if fault is None else None), fault
 
 
 def _flash(spec: AttentionSpec, triton: TritonBackend) -> AttentionBackend:

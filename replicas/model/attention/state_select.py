@@ -16,7 +16,7 @@ from replicas.model.attention.state_cache import StateCache, StateLayer
 from replicas.model.attention.state_cpp import CppStates, can_advance
 from replicas.model.attention.state_torch import TorchStates
 from replicas.model.batch.inputs import BatchInputs, build_inputs, dummy_item
-from replicas.model.hardware.selfcheck import find_fault, relative_error
+from replicas.model.hardware.selfcheck import Agree, agreed_fault, alone, find_fault, relative_error
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class StateSpec:
     """True if the compiled kernels for a CPU are loaded."""
 
 
-def choose_states(spec: StateSpec) -> StateBackend | None:
-    """Return the kernels for the device, if they work for `spec`; None: plain torch.
+def choose_states(spec: StateSpec, agree: Agree = alone) -> StateBackend | None:
+    """Return the kernels for the device, if they work for `spec`, on all ranks that `agree`; None: plain torch.
 
     Raises:
         ModelLoadError: on a GPU the states must not depend on the batch, and Triton's kernels do not work.
@@ -43,7 +43,7 @@ def choose_states(spec: StateSpec) -> StateBackend | None:
     if not spec.layers:
         return None
     if spec.device.type == "cuda":
-        return _choose_on_gpu(spec)
+        return _choose_on_gpu(spec, agree)
     if not spec.has_kernels or not can_advance(spec.layers):
         return None
     fault = check_states(spec, CppStates)
@@ -53,7 +53,8 @@ def choose_states(spec: StateSpec) -> StateBackend | None:
     return None
 
 
-def _choose_on_gpu(spec: StateSpec) -> StateBackend | None:
+def _choose_on_gpu(spec: StateSpec, agree: Agree) -> StateBackend | None:
+    backend: StateBackend | None = None
     try:
         from replicas.model.attention.state_triton import TritonStateBackend  # Only torch for CUDA installs Triton.
     except ImportError as error:
@@ -61,8 +62,9 @@ def _choose_on_gpu(spec: StateSpec) -> StateBackend | None:
     else:
         backend = TritonStateBackend(is_batch_invariant=spec.is_batch_invariant)
         fault = check_states(spec, backend)
-        if fault is None:
-            return backend
+    fault = agreed_fault(fault, agree)
+    if fault is None:
+        return backend
     if spec.is_batch_invariant:
         raise ModelLoadError(f"batch_invariant is true, and the kernels of recurrent layers do not work here: {fault}")
     _log.warning("recurrent layers use plain torch and are slow: Triton's kernels do not work here: %s", fault)

@@ -1,13 +1,9 @@
-"""Cuts of a checkpoint's tensors: the slices of each that one rank of several holds."""
+"""Cuts of a checkpoint's tensors: the slices of each that one rank of several holds. The module imports no torch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,23 +14,15 @@ class Cut:
     ranges: tuple[range, ...]
     num_zeros: int = 0
 
+    @property
+    def size(self) -> int:
+        """Size of the cut tensor along the dimension."""
+        return sum(map(len, self.ranges)) + self.num_zeros
+
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the cut of a tensor of `shape`."""
-        return (*shape[: self.dim], sum(map(len, self.ranges)) + self.num_zeros, *shape[self.dim + 1 :])
-
-    def apply(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the slices of `tensor`. Of a mapped file, only they are read."""
-        parts = [tensor.narrow(self.dim, part.start, len(part)) for part in self.ranges]
-        if self.num_zeros:
-            zeros = (*tensor.shape[: self.dim], self.num_zeros, *tensor.shape[self.dim + 1 :])
-            parts.append(torch.zeros(zeros, dtype=tensor.dtype))
-        return torch.cat(parts, self.dim)
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
 Cutter = Callable[[str, tuple[int, ...]], Cut | None]
-"""Chooser of the cut of a tensor, by its name and shape; None: the rank holds the whole tensor."""
-
-
-def num_values(shape: tuple[int, ...], cut: Cut | None) -> int:
-    """Return the number of values of the part of a tensor that a rank holds."""
-    return math.prod(shape if cut is None else cut.shape_of(shape))
+"""Chooser of the cut of a weight, by its name and shape; None: the rank holds the whole weight."""

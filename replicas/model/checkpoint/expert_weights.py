@@ -37,6 +37,20 @@ class ExpertWeights:
         return {weight.name for layer in (self.first, self.down) for parts in layer for weight in parts}
 
 
+def find_down_weights(weights: Weights) -> dict[str, list[str]]:
+    """Return the names of the weights of the last layer of experts, by the name of the experts in the checkpoint.
+
+    There is one for each expert, in their order, or one for all of them.
+    """
+    found: dict[str, dict[int, str]] = defaultdict(dict)
+    for name in (*weights.plain, *weights.quantized):
+        if (match := _ALL_EXPERTS.fullmatch(name)) is not None and match[2] == DOWN:
+            found[match[1]][0] = name
+        elif (match := _ONE_EXPERT.fullmatch(name)) is not None and _MIXTRAL_NAMES.get(match[3], match[3]) == DOWN:
+            found[match[1]][int(match[2])] = name
+    return {experts: [names[number] for number in sorted(names)] for experts, names in found.items()}
+
+
 def find_expert_weights(weights: Weights) -> dict[str, ExpertWeights]:
     """Return the weights of experts that keep their bits in panels, by the name of the experts in the checkpoint.
 

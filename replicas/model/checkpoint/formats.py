@@ -7,11 +7,12 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from replicas.errors import ModelLoadError
+from replicas.model.checkpoint.cuts import Cut
 from replicas.model.checkpoint.headers import StoredTensor
 
 Parts = Mapping[str, StoredTensor]
@@ -19,7 +20,8 @@ Parts = Mapping[str, StoredTensor]
 
 SUPPORTED = "compressed-tensors, AWQ, GPTQ, FP8, MXFP4, NVFP4 and bitsandbytes"
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
-_WORD_BITS = 32
+WORD_BITS = 32
+"""Bits of the words in which integers are packed."""
 _PANEL_INPUTS = 16
 _AWQ_BITS = 4
 _MXFP4_GROUP = 32
@@ -94,25 +96,55 @@ class QuantizedWeight:
     format: Format
     parts: Parts
     layout: Layout
+    """Sizes of the weight, or of the part of it that a rank holds."""
+    part: WeightPart | None = None
+    """Part that a rank holds; None: the whole weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """Part of a quantized weight."""
+
+    cut: Cut
+    """Cut of the dense weight."""
+    whole: Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of a checkpoint."""
+    """Weights of a checkpoint, or the parts of them that a rank holds."""
 
     plain: Mapping[str, StoredTensor]
     quantized: Mapping[str, QuantizedWeight]
     quantization: Quantization | None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """Cuts of plain weights by name. The others are whole."""
 
     @property
     def num_values(self) -> int:
         """Number of values of all weights, once they are dense."""
-        plain = sum(tensor.num_values for tensor in self.plain.values())
-        return plain + sum(math.prod(weight.layout.shape) for weight in self.quantized.values())
+        return sum(math.prod(self.shape_of(name)) for name in (*self.plain, *self.quantized))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight, once it is dense."""
-        return self.plain[name].shape if name in self.plain else self.quantized[name].layout.shape
+        if name in self.quantized:
+            return self.quantized[name].layout.shape
+        shape, cut = self.plain[name].shape, self.cuts.get(name)
+        return shape if cut is None else cut.shape_of(shape)
+
+    def cut_of(self, name: str) -> Cut | None:
+        """Return the cut of a weight; None: the weight is whole."""
+        if name not in self.quantized:
+            return self.cuts.get(name)
+        part = self.quantized[name].part
+        return None if part is None else part.cut
+
+    def whole_shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape that a dense weight has before it is cut."""
+        if name not in self.quantized:
+            return self.plain[name].shape
+        part = self.quantized[name].part
+        return self.quantized[name].layout.shape if part is None else part.whole.shape
 
     def description(self, dtype: str, kept_names: Collection[str] = ()) -> str:
         """Return the formats of the weights and what becomes of them in a replica that computes in `dtype`.
@@ -382,7 +414,7 @@ def _group_size(num_inputs: int, num_groups: int) -> int:
 
 
 def _words(num_values: int, bits: int) -> int:
-    return -(-num_values * bits // _WORD_BITS)
+    return -(-num_values * bits // WORD_BITS)
 
 
 def _packed_layout(parts: Parts, quantization: Quantization) -> Layout:
@@ -411,7 +443,7 @@ def _packed_layout(parts: Parts, quantization: Quantization) -> Layout:
 
 def _awq_layout(parts: Parts, _: Quantization) -> Layout:
     num_inputs, num_words = _matrix("qweight", parts[".qweight"])
-    num_outputs = num_words * _WORD_BITS // _AWQ_BITS
+    num_outputs = num_words * WORD_BITS // _AWQ_BITS
     num_groups, num_scales = _matrix("scales", parts[".scales"])
     _expect("scales", (num_groups, num_scales), (num_groups, num_outputs))
     _expect("qzeros", parts[".qzeros"].shape, (num_groups, num_words))
@@ -423,8 +455,8 @@ def _gptq_layout(parts: Parts, quantization: Quantization) -> Layout:
     num_words, num_outputs = _matrix("qweight", parts[".qweight"])
     order = parts.get(".g_idx")
     assert quantization.bits is not None
-    num_inputs = num_words * _WORD_BITS // quantization.bits if order is None else order.shape[0]
-    bits = next((bits for bits in (2, 3, 4, 8) if num_inputs * bits == num_words * _WORD_BITS), None)
+    num_inputs = num_words * WORD_BITS // quantization.bits if order is None else order.shape[0]
+    bits = next((bits for bits in (2, 3, 4, 8) if num_inputs * bits == num_words * WORD_BITS), None)
     if bits is None:
         raise ValueError(f"qweight has {num_words} words for {num_inputs} inputs; expected 2, 3, 4 or 8 bits")
     num_groups, num_scales = _matrix("scales", parts[".scales"])

@@ -53,6 +53,50 @@ class QuantizedLinear:
         zero_points = None if self.zero_points is None else self.zero_points[scales]
         return replace(self, numbers=self.numbers[first:last], scales=self.scales[scales], zero_points=zero_points)
 
+    def of_outputs(self, outputs: range) -> QuantizedLinear:
+        """Return the weight of some outputs. Each has a row of scales of its own."""
+        rows = torch.arange(outputs.start, outputs.stop) // self.outputs_per_scale
+        return replace(
+            self,
+            numbers=self.numbers[outputs.start : outputs.stop],
+            scales=self.scales[rows],
+            zero_points=None if self.zero_points is None else self.zero_points[rows],
+            outputs_per_scale=1,
+        )
+
+    def of_inputs(self, inputs: range, inputs_per_scale: int) -> QuantizedLinear:
+        """Return the weight of some inputs, without an order. Their scales are repeated for smaller groups.
+
+        The sizes of the new groups and the old ones, unless one of those has all inputs, divide where `inputs` begin.
+        """
+        assert self.order is None, "inputs with an order are not cut"
+
+        def groups(values: Tensor) -> Tensor:
+            if values.shape[1] == 1:
+                return values.expand(-1, -(-len(inputs) // inputs_per_scale))
+            smaller = values.repeat_interleave(self.inputs_per_scale // inputs_per_scale, dim=1)
+            return smaller[:, inputs.start // inputs_per_scale : -(-inputs.stop // inputs_per_scale)]
+
+        return replace(
+            self,
+            numbers=self.numbers[:, inputs.start : inputs.stop].contiguous(),
+            scales=groups(self.scales).contiguous(),
+            zero_points=None if self.zero_points is None else groups(self.zero_points).contiguous(),
+            inputs_per_scale=inputs_per_scale,
+        )
+
+    def with_zeros(self, num_outputs: int) -> QuantizedLinear:
+        """Return the weight with outputs behind the others whose weights are 0."""
+        if not num_outputs:
+            return self
+        assert self.outputs_per_scale == 1, "each output has a row of scales of its own"
+        values = (self.numbers, self.scales, self.zero_points)
+        numbers, scales, zero_points = (
+            None if each is None else torch.cat([each, each.new_zeros(num_outputs, each.shape[1])]) for each in values
+        )
+        assert numbers is not None and scales is not None
+        return replace(self, numbers=numbers, scales=scales, zero_points=zero_points)
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [num_outputs, num_inputs]: products in float32, each rounded once to `dtype`."""
         num_outputs, num_inputs = self.numbers.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -30,6 +30,20 @@ class StepShape:
     """True if the inputs have the slots of recurrent state."""
     num_tables: int = 1
     """Block tables of a sequence, one for each group of layers."""
+    columns: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Number of words of each part of the inputs.
+
+    The parts are token ids, positions and for each block table slots, one for each token, and then for decodes their
+    rows in the block tables, for others the rows of the logits, the chunks of one token, and the longer ones. The
+    padding is one more chunk. With recurrent state follow the slots of each decode, and the slots and snapshots of each
+    longer chunk.
+    """
+    num_words: int = field(init=False, repr=False, compare=False)
+    """Number of words of the inputs."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", self._columns())
+        object.__setattr__(self, "num_words", sum(self.columns))
 
     @classmethod
     def decodes(cls, num_rows: int, *, has_states: bool = False, num_tables: int = 1) -> StepShape:
@@ -42,26 +56,13 @@ class StepShape:
         num_rows, num_chunks = min(num_tokens, max_num_seqs), min(num_tokens // 2, max_num_seqs)
         return cls(num_tokens, num_rows, num_chunks, has_states, num_tables)
 
-    @property
-    def columns(self) -> tuple[int, ...]:
-        """Number of words of each part of the inputs.
-
-        The parts are token ids, positions and for each block table slots, one for each token, and then for decodes
-        their rows in the block tables, for others the rows of the logits, the chunks of one token, and the longer ones.
-        The padding is one more chunk. With recurrent state follow the slots of each decode, and the slots and snapshots
-        of each longer chunk.
-        """
+    def _columns(self) -> tuple[int, ...]:
         of_tokens, slots = (self.num_tokens,) * (2 + self.num_tables), 2 * self.num_rows * self.has_states
         if self.num_chunks == 0:
             return (*of_tokens, self.num_rows, slots)
         chunks = self.num_chunks + 1
         longer = STATE_SLOTS * chunks * self.has_states
         return (*of_tokens, self.num_rows, 4 * self.num_rows, 4 * chunks, slots, longer)
-
-    @property
-    def num_words(self) -> int:
-        """Number of words of the inputs."""
-        return sum(self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,9 @@ class BlockTableRows:
 
     def slots(self, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
         """Return the slots of `positions` in the tables of `rows`, [num_tables, num_positions]."""
-        slots: np.ndarray = self.tables[:, rows, positions // block_size] * block_size + positions % block_size
+        indices = positions // block_size
+        # The block's first slot, plus the position in the block.
+        slots: np.ndarray = (self.tables[:, rows, indices] - indices) * block_size + positions
         return slots
 
     def forget(self) -> None:
@@ -149,6 +152,7 @@ class StepPadding:
         self._mixed_shapes = [shape for shape in shapes if shape.num_chunks > 0]
         self._max_rows = self._decode_shapes[-1].num_rows
         self._block_size = block_size
+        self._no_rows = np.full(self._max_rows, -1)
         self._rows = BlockTableRows(self._max_rows, max_blocks, factors)
 
     def forget(self) -> None:
@@ -185,8 +189,7 @@ class StepPadding:
         They are those of `FlatBatch.of`, which takes longer: a decode has one token, and needs no chunk.
         """
         rows, positions = columns.rows, columns.starts
-        table_rows = np.full(shape.num_tokens, -1)
-        table_rows[: len(rows)] = rows
+        table_rows = np.append(rows, self._no_rows[len(rows) : shape.num_tokens])
         slots = self._rows.slots(rows, positions, self._block_size)
         parts = newest_ids(columns, len(rows), last_rows), positions, *slots, table_rows
         return *parts, _words_of((move.source, move.target) for move in _states_of(columns, shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -11,6 +11,19 @@ TOLERANCES = {torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest relative error of one operation, by dtype: above rounding errors, and far below a wrong result's, about 1."""
 WHOLE_MODEL = 2.0
 """Factor of the tolerances for a whole model, because rounding errors add up over layers."""
+
+Agree = Callable[[bool], bool]
+"""Agreement of the ranks of a model: True if the verdict of each is. They call it in the same order."""
+
+
+def alone(verdict: bool) -> bool:
+    """Return the verdict of the only rank. See `Agree`."""
+    return verdict
+
+
+def agreed_fault(fault: str | None, agree: Agree) -> str | None:
+    """Return the fault, or a sentence about that of another rank; None: the candidate works on all ranks."""
+    return None if agree(fault is None) else fault or "it does not work on another rank"
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

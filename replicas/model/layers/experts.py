@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from replicas.model.hardware.selfcheck import find_fault, relative_error
+from replicas.model.hardware.selfcheck import Agree, agreed_fault, alone, find_fault, relative_error
 from replicas.model.layers.panels import PanelProducts, Panels
 
 _NUM_TRIAL_TOKENS = 5
@@ -124,10 +124,10 @@ class PanelExpertLinear:
         )
 
 
-def replace_experts(model: nn.Module, linear: ExpertLinear) -> str | None:
+def replace_experts(model: nn.Module, linear: ExpertLinear, agree: Agree = alone) -> str | None:
     """Replace all experts of `model` by `FusedExperts`; return a description of the first fault of a check, or None.
 
-    After a fault the model has its own experts.
+    After a fault the model, and that of each rank that must `agree`, has its own experts.
     """
     replacements: list[tuple[nn.Module, str, Any, FusedExperts]] = [
         (parent, name, child, FusedExperts(child, linear))
@@ -135,10 +135,10 @@ def replace_experts(model: nn.Module, linear: ExpertLinear) -> str | None:
         for name, child in parent.named_children()
         if are_experts(child)
     ]
-    for _, _, original, fused in replacements:
-        fault = find_fault(_errors(original, fused), original.down_proj.dtype)
-        if fault is not None:
-            return fault
+    faults = (find_fault(_errors(original, fused), original.down_proj.dtype) for *_, original, fused in replacements)
+    fault = agreed_fault(next((fault for fault in faults if fault is not None), None), agree)
+    if fault is not None:
+        return fault
     for parent, name, _, fused in replacements:
         setattr(parent, name, fused)
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from replicas.model.checkpoint.formats import QuantizedWeight
 from replicas.model.checkpoint.quantized_linear import QuantizedLinear, concatenate
 from replicas.model.layers.experts import FusedExperts, PanelExpertLinear, are_experts
 from replicas.model.layers.panels import PanelProducts, Panels, pack_panels
+from replicas.model.layers.rounding import Rounding
 
 _INPUTS_UNIT = 32
 
@@ -47,20 +48,23 @@ def _stacked(
 
 
 def round_experts(
-    model: nn.Module, quantize: Callable[[Tensor], QuantizedLinear], products: PanelProducts | None
+    model: nn.Module, rounds: Rounding, products: PanelProducts | None, largest: Mapping[str, Tensor]
 ) -> None:
-    """Round the dense weights of all experts of `model`; `quantize` rounds that of one expert.
+    """Round the dense weights of all experts of `model`; `rounds` rounds that of one expert.
 
     Without `products` the rounded weights stay dense. Weights whose inputs are no multiple of 32 stay as they are.
+    Where other ranks hold inputs of `DOWN`, too, `largest` has the largest magnitudes of its whole rows,
+    [num_experts, num_outputs], by the name of the module of experts.
     """
-    for parent in list(model.modules()):
+    for parent_name, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             if not are_experts(child):
                 continue
             weights = {each: _matrices(child, each) for each in (GATE_UP if child.has_gate else UP, DOWN)}
             if any(matrices.shape[2] % _INPUTS_UNIT for matrices in weights.values()):
                 continue
-            rounded = {each: map(quantize, matrices) for each, matrices in weights.items()}
+            of_rows = {DOWN: largest.get(f"{parent_name}.{name}")}
+            rounded = {each: _rounded(matrices, rounds, of_rows.get(each)) for each, matrices in weights.items()}
             if products is not None:
                 kept = {each: Panels.stack([*map(pack_panels, experts)]) for each, experts in rounded.items()}
                 setattr(parent, name, FusedExperts(child, PanelExpertLinear(products), kept))
@@ -69,6 +73,12 @@ def round_experts(
                 dense = torch.stack([expert.dense(weights[each].dtype) for expert in experts])
                 dense = dense.transpose(1, 2).contiguous() if child.is_transposed else dense
                 setattr(child, each, nn.Parameter(dense, requires_grad=False))
+
+
+def _rounded(matrices: Tensor, rounds: Rounding, largest: Tensor | None) -> Iterator[QuantizedLinear]:
+    """Round the weight of each expert, one after the other."""
+    for expert, matrix in enumerate(matrices):
+        yield rounds(matrix, None if largest is None else largest[expert])
 
 
 def _matrices(experts: nn.Module, name: str) -> Tensor:

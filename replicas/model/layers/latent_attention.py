@@ -124,7 +124,7 @@ def replace_head_linears(model: nn.Module, make: HeadLinearFactory) -> None:
     """Replace the linear layers of latent attention's heads, where the kernels support them."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, HeadLinear) and can_multiply(child.weight[0].t()):
+            if isinstance(child, HeadLinear) and can_multiply(child.weight[0].t().shape):
                 setattr(parent, name, make(child.weight))
 
 

@@ -19,7 +19,7 @@ from replicas.model.checkpoint.quantized_linear import IQ4_VALUES, QuantizedLine
 from replicas.model.hardware.selfcheck import find_fault, relative_error
 from replicas.model.layers.float8_linear import Float8Linear, can_multiply_float8, round_rows
 from replicas.model.layers.panels import PanelLinear, PanelProducts, join_panels, panel_linear
-from replicas.model.layers.rounding import ROUNDINGS, quantize_fp8, quantize_int4, quantize_int8
+from replicas.model.layers.rounding import ROUNDINGS, Rounding, quantize_fp8, quantize_int4, quantize_int8
 
 LinearFactory = Callable[[Tensor, Tensor | None], nn.Module]
 """Factory of a linear layer from a weight [out_features, in_features] and a bias [out_features] or None.
@@ -39,8 +39,10 @@ class KeptLinears:
     """Makes a layer from a weight on the CPU and a bias, for inputs and outputs of a dtype."""
     products: PanelProducts | None = None
     """Products with the weights of experts; None: those become dense."""
-    rounds: Callable[[Tensor], QuantizedLinear] | None = None
+    rounds: Rounding | None = None
     """Rounds each dense weight when it has been read, so that a device never holds them all; None: they stay dense."""
+    rounds_uncut: bool = True
+    """False: only weights are rounded then of which other ranks hold inputs, the others when layers are made."""
 
 
 _log = logging.getLogger(__name__)
@@ -49,7 +51,8 @@ _EXPECTED_ROWS = 32
 # Outputs in one panel of a packed weight, and inputs per output that are adjacent: they fill 4 bytes (int8: 2 bytes).
 _PANEL = 32
 _PAIRS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 2}
-_INPUTS_UNIT = 32
+INPUTS_UNIT = 32
+"""Number of inputs of which weights that are rounded have multiples."""
 # Numbers of 4 bits: inputs in 64 bytes of a panel, and the number that stands for 0.
 _NIBBLE_INPUTS = 4
 _ZERO_POINT = 8
@@ -73,10 +76,10 @@ def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> 
     def made(weight: Tensor, bias: Tensor | None) -> nn.Module:
         if quantization == "fp8_w8a8" and can_multiply_float8(weight):
             return Float8Linear(weight, bias, round_rows)
-        if quantization in ("fp8", "fp8_w8a8") and can_multiply(weight):
+        if quantization in ("fp8", "fp8_w8a8") and can_multiply(weight.shape):
             # No CPU kernel has such numbers: they become dense.
             weight = quantize_fp8(weight).dense(weight.dtype)
-        return (compiled if can_multiply(weight) else packed)(weight, bias)
+        return (compiled if can_multiply(weight.shape) else packed)(weight, bias)
 
     return made
 
@@ -89,7 +92,7 @@ def choose_panels(products: PanelProducts, quantization: str) -> LinearFactory:
     def rounded(weight: Tensor, bias: Tensor | None) -> nn.Module:
         if quantization == "fp8_w8a8" and can_multiply_float8(weight):
             return Float8Linear(weight, bias, products.round_rows)
-        if not can_multiply(weight):
+        if not can_multiply(weight.shape):
             return plain_linear(weight, bias)
         return panel_linear(products, ROUNDINGS[quantization](weight), bias, weight.dtype)
 
@@ -98,7 +101,32 @@ def choose_panels(products: PanelProducts, quantization: str) -> LinearFactory:
 
 def kept_groups() -> KeptLinears:
     """Return the layers that keep bits on CPU, in the compiled kernels."""
-    return KeptLinears(is_kept, lambda weight, bias, dtype: GroupedLinear(pack_groups(weight), bias, dtype))
+    return KeptLinears(is_kept, _grouped_linear)
+
+
+def rounded_parts(
+    dtype: torch.dtype, has_kernels: bool, quantization: str, *, rounds_again: bool = False
+) -> KeptLinears:  # fmt: skip
+    """Return the layers of one of several ranks on CPU that round weights or keep bits.
+
+    Inputs of the layers that are rounded here have no scale: it would differ by rank.
+    """
+    make_dense = choose_linears(dtype, has_kernels, "none")
+
+    def make(weight: QuantizedLinear, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
+        is_dense = weight.numbers.is_floating_point()
+        return make_dense(weight.dense(dtype), bias) if is_dense else _grouped_linear(weight, bias, dtype)
+
+    keeps = is_kept if has_kernels and not rounds_again else _never
+    return KeptLinears(keeps, make, rounds=ROUNDINGS[quantization], rounds_uncut=False)
+
+
+def _grouped_linear(weight: QuantizedLinear, bias: Tensor | None, dtype: torch.dtype) -> GroupedLinear:
+    return GroupedLinear(pack_groups(weight), bias, dtype)
+
+
+def _never(_: QuantizedWeight) -> bool:
+    return False
 
 
 def kept_panels(
@@ -108,7 +136,7 @@ def kept_panels(
     make = partial(panel_linear, products)
     rounds = None if quantization in ("none", "fp8_w8a8") else ROUNDINGS[quantization]
     if rounds_again:
-        return KeptLinears(lambda _: False, make, None, rounds)
+        return KeptLinears(_never, make, None, rounds)
     return KeptLinears(has_panels, make, products, rounds)
 
 
@@ -124,8 +152,10 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
 def join_linears(parts: Sequence[nn.Linear | GroupedLinear | PanelLinear], make: LinearFactory) -> nn.Module:
     """Return one layer that computes all of `parts` and concatenates their outputs.
 
-    Parts that keep 4 or 8 bits keep them, on a CPU unless other parts are dense.
+    Parts that keep 4 or 8 bits keep them, on a CPU unless other parts are dense. A single part is made once.
     """
+    if len(parts) == 1 and not isinstance(parts[0], nn.Linear):
+        return parts[0]
     if any(isinstance(part, PanelLinear) for part in parts):
         return join_panels(parts)
     grouped_parts = [part for part in parts if isinstance(part, GroupedLinear)]
@@ -392,9 +422,9 @@ def _signed(weight: QuantizedLinear) -> tuple[Tensor, int]:
     return pack((weight.numbers ^ 128).view(torch.int8)), 128
 
 
-def can_multiply(weight: Tensor) -> bool:
+def can_multiply(shape: Sequence[int]) -> bool:
     """Return True if the kernels support a weight of this shape."""
-    return weight.shape[1] % _INPUTS_UNIT == 0
+    return shape[1] % INPUTS_UNIT == 0
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from replicas.model.attention.interface import AttentionPort, number_layers
 from replicas.model.attention.kv_cache import AttentionLayer
 from replicas.model.attention.probe import dry_forward
 from replicas.model.hardware.device import compute_capability
-from replicas.model.hardware.selfcheck import WHOLE_MODEL, find_fault, relative_error
+from replicas.model.hardware.selfcheck import WHOLE_MODEL, Agree, agreed_fault, alone, find_fault, relative_error
 from replicas.model.layers.cpp_decoder import CppDecoder
 from replicas.model.layers.experts import ExpertLinear, replace_experts
 from replicas.model.layers.fused_decoder import FusedDecoder, can_fuse
@@ -50,6 +50,8 @@ class FusedModules:
     """Factory of the linear layers of latent attention's heads; None: they stay as they are."""
     has_recurrent_kernels: bool = False
     """True if the compiled kernels of recurrent layers are loaded."""
+    agree: Agree = alone
+    """Agreement of the ranks on the kernels that work."""
 
 
 def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> FusedModules:
@@ -70,19 +72,25 @@ def cuda_modules(
     dtype: torch.dtype,
     device: torch.device,
     make_linear: LinearFactory = plain_linear,
+    agree: Agree = alone,
     *,
     batch_invariant: bool = False,
 ) -> FusedModules:
     """Return the fastest replacements on a CUDA device: Triton's kernels if they pass their check, else plain torch.
 
+    They must pass it on all ranks that `agree`.
+
     If `batch_invariant`, experts multiply in tiles of one size for any number of rows.
     """
     experts = _cuda_expert_linear(dtype, device, batch_invariant=batch_invariant)
-    return FusedModules(_cuda_ops(dtype, device), make_linear, expert_linear=experts)
+    return FusedModules(_cuda_ops(dtype, device, agree), make_linear, expert_linear=experts, agree=agree)
 
 
-def panel_products(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> PanelProducts | None:
-    """Return the products with weights of 4 and 8 bits on a CUDA device; None if they do not work there."""
+def panel_products(
+    dtype: torch.dtype, device: torch.device, agree: Agree = alone, *, batch_invariant: bool = False
+) -> PanelProducts | None:
+    """Return the products with weights of 4 and 8 bits on a CUDA device; None if a rank finds that they do not work."""
+    products: PanelProducts | None = None
     try:
         # Only torch for CUDA installs Triton.
         from replicas.model.layers.triton_panels import TritonPanels, check_panels
@@ -90,8 +98,10 @@ def panel_products(dtype: torch.dtype, device: torch.device, *, batch_invariant:
         fault: str | None = str(error)
     else:
         fault = check_panels(dtype, device)
-        if fault is None:
-            return TritonPanels(device, is_batch_invariant=batch_invariant)
+        products = TritonPanels(device, is_batch_invariant=batch_invariant)
+    fault = agreed_fault(fault, agree)
+    if fault is None:
+        return products
     _log.warning("weights of 4 and 8 bits become dense: Triton's kernels for them do not work here: %s", fault)
     return None
 
@@ -113,7 +123,7 @@ def optimize_model(
     if modules.head_linear is not None:
         replace_head_linears(model, modules.head_linear)
     if modules.expert_linear is not None:
-        fault = replace_experts(model, modules.expert_linear)
+        fault = replace_experts(model, modules.expert_linear, modules.agree)
         if fault is not None:
             _log.warning("experts wait for the device and are slow: Triton's kernel does not work here: %s", fault)
 
@@ -131,7 +141,8 @@ def _cuda_expert_linear(dtype: torch.dtype, device: torch.device, *, batch_invar
     return batch_invariant_expert_linear if batch_invariant else expert_linear
 
 
-def _cuda_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
+def _cuda_ops(dtype: torch.dtype, device: torch.device, agree: Agree) -> LayerOps:
+    ops: LayerOps = TorchLayerOps()
     try:
         # Only torch for CUDA installs Triton.
         from replicas.model.layers.triton_ops import TritonLayerOps, check_layer_ops
@@ -139,8 +150,10 @@ def _cuda_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
         fault: str | None = str(error)
     else:
         fault = check_layer_ops(dtype, device)
-        if fault is None:
-            return TritonLayerOps()
+        ops = TritonLayerOps()
+    fault = agreed_fault(fault, agree)
+    if fault is None:
+        return ops
     _log.warning("layers use plain torch and are slow: Triton's kernels do not work here: %s", fault)
     return TorchLayerOps()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +18,20 @@ _LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 _ROWS_AT_ONCE = 4096
 
 
-def quantize_int8(weight: Tensor) -> QuantizedLinear:
+class Rounding(Protocol):
+    """Rounding of a weight."""
+
+    def __call__(self, weight: Tensor, largest: Tensor | None = None) -> QuantizedLinear:
+        """Round `weight` [num_outputs, num_inputs].
+
+        `largest` [num_outputs] are the largest magnitudes of the rows of a whole weight, of which `weight` has whole
+        groups of inputs; None: `weight` is whole.
+        """
+
+
+def quantize_int8(weight: Tensor, largest: Tensor | None = None) -> QuantizedLinear:
     """Round a weight to 8 bits with one scale for each output."""
-    scales = _row_scales(weight, _LARGEST_INT8)
+    scales = _row_scales(weight, largest, _LARGEST_INT8)
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     for first in range(0, len(weight), _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
@@ -27,9 +39,9 @@ def quantize_int8(weight: Tensor) -> QuantizedLinear:
     return QuantizedLinear(numbers, scales, None, 8, inputs_per_scale=weight.shape[1])
 
 
-def quantize_fp8(weight: Tensor) -> QuantizedLinear:
+def quantize_fp8(weight: Tensor, largest: Tensor | None = None) -> QuantizedLinear:
     """Round a weight to floats of 8 bits (e4m3) with one scale for each output."""
-    scales = _row_scales(weight, _LARGEST_FLOAT8)
+    scales = _row_scales(weight, largest, _LARGEST_FLOAT8)
     numbers = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     for first in range(0, len(weight), _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
@@ -38,14 +50,16 @@ def quantize_fp8(weight: Tensor) -> QuantizedLinear:
     return QuantizedLinear(numbers, scales, None, 8, inputs_per_scale=weight.shape[1])
 
 
-def _row_scales(weight: Tensor, largest_number: float) -> Tensor:
+def _row_scales(weight: Tensor, largest: Tensor | None, largest_number: float) -> Tensor:
     """Return the scales [num_outputs, 1] float32 with which the largest of each row becomes `largest_number`."""
-    largest = weight.detach().abs().amax(dim=1, keepdim=True).float()
-    return (largest / largest_number).clamp(min=torch.finfo(torch.float32).tiny)
+    if largest is None:
+        largest = weight.detach().abs().amax(dim=1)
+    return (largest[:, None].float() / largest_number).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def quantize_int4(weight: Tensor) -> QuantizedLinear:
+def quantize_int4(weight: Tensor, largest: Tensor | None = None) -> QuantizedLinear:
     """Round a weight to 4 bits in groups of 32 inputs. The largest of a group becomes -8, without a zero point."""
+    del largest  # No other rank holds inputs of the same group.
     num_outputs, num_inputs = weight.shape
     numbers = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(num_outputs, num_inputs // _GROUP, device=weight.device)
@@ -60,10 +74,10 @@ def quantize_int4(weight: Tensor) -> QuantizedLinear:
     return QuantizedLinear(numbers, scales, zero_points, 4, inputs_per_scale=_GROUP)
 
 
-ROUNDINGS: Mapping[str, Callable[[Tensor], QuantizedLinear]] = {
+ROUNDINGS: Mapping[str, Rounding] = {
     "int4": quantize_int4,
     "int8": quantize_int8,
     "fp8": quantize_fp8,
     "fp8_w8a8": quantize_fp8,
 }
-"""Map from a quantization to the function that rounds a weight [num_outputs, num_inputs]."""
+"""Map from a quantization to the function that rounds a weight."""

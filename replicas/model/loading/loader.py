@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,12 +28,20 @@ from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
 from replicas.model.hardware.limits import cpu_limit
+from replicas.model.hardware.selfcheck import Agree, alone
 from replicas.model.layers.embedding import guard_embedding
 from replicas.model.layers.float8_linear import check_float8
 from replicas.model.layers.fused_decoder import can_fuse
 from replicas.model.layers.kept_experts import round_experts
 from replicas.model.layers.latent_attention import store_checked_latents
-from replicas.model.layers.linear import choose_linears, choose_panels, kept_groups, kept_panels, plain_linear
+from replicas.model.layers.linear import (
+    choose_linears,
+    choose_panels,
+    kept_groups,
+    kept_panels,
+    plain_linear,
+    rounded_parts,
+)
 from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model, panel_products
 from replicas.model.layers.panels import PanelProducts, compile_panels
@@ -100,6 +108,11 @@ class LoadedModel:
     """Attention shapes of the layers whose tokens see those behind them. They have no KV cache."""
     ranks: RankGroup | None = None
     """Ranks that have the other parts of the model; None: the model is whole."""
+
+    @property
+    def agree(self) -> Agree:
+        """Agreement of the ranks that compute the model."""
+        return alone if self.ranks is None else self.ranks.all_true
 
     @property
     def cut_logits(self) -> CutLogits | None:
@@ -186,6 +199,8 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
         ModelLoadError: the files or the options cannot be used.
         UnsupportedModel: its architecture cannot be served.
     """
+    if ranks is not None:
+        _refuse_options(options, ranks.share.num_ranks)
     torch.set_num_threads(options.num_threads or _default_num_threads())
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
@@ -193,20 +208,16 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
     max_model_len = choose_max_model_len(longest_of(config), options.max_model_len)
     tokenizer = tokenizer_of(options.path)
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
-    products = choose_products(config, options, dtype, device)
+    agree = alone if ranks is None else ranks.all_true
+    products = choose_products(config, options, dtype, device, agree)
     rounds_again = options.quantization in ROUNDS_AGAIN
+    cuts = None if ranks is None else ModelCuts(config, ranks.share)
     kept = kept_groups() if has_kernels and not rounds_again else None
     if products is not None:
         kept = kept_panels(products, options.quantization, rounds_again=rounds_again)
-    cuts = None if ranks is None else ModelCuts(config, ranks.share)
-    weights = load_weights(
-        options.path,
-        config if cuts is None else cuts.local_config(),
-        dtype,
-        device,
-        kept=kept,
-        cutter=None if cuts is None else cuts.cut,
-    )
+    elif cuts is not None and options.quantization != "none":
+        kept = rounded_parts(dtype, has_kernels, options.quantization, rounds_again=rounds_again)
+    weights = load_weights(options.path, config, dtype, device, kept=kept, cuts=cuts)
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
     remove_waits(model)
     if isinstance(model, TextEncoder) and tells_pairs_apart(config):
@@ -219,10 +230,11 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
     layers = probe_attention(model, port, two_sided=two_sided)
     if store_checked_latents(model, port):
         layers = probe_attention(model, port)
-    _refuse_options(port, options, device, has_ranks=ranks is not None)
+    if port.recurrent.layers and device.type != "cpu" and options.compile_layers:
+        raise ModelLoadError("compile_layers is true, which models with recurrent layers do not support on a GPU")
     if device.type == "cpu" and not generates and not isinstance(model, TextEncoder):
         model.set_output_embeddings(NoOutput(vocab_size))  # The layer would become a packed copy of the embedding.
-    _optimize(model, port, layers, options, has_kernels, products)
+    _optimize(model, port, layers, options, has_kernels, products, weights.largest, agree)
     if two_sided:
         _refuse_scoring(config, layers)
     port.recurrent.pad_gates()
@@ -296,9 +308,11 @@ def _pool_head(
 
 
 def choose_products(
-    config: PretrainedConfig, options: ModelOptions, dtype: torch.dtype, device: torch.device
+    config: PretrainedConfig, options: ModelOptions, dtype: torch.dtype, device: torch.device, agree: Agree = alone
 ) -> PanelProducts | None:
     """Return the products with weights of 4 and 8 bits; None if there are none, or they become dense.
+
+    They must work on all ranks that `agree`.
 
     Raises:
         ModelLoadError: `options` ask for them, and they do not work here.
@@ -313,7 +327,7 @@ def choose_products(
         if is_rounded:
             raise ModelLoadError(f"compile_layers is true, which contradicts quantization ({options.quantization!r})")
         return None
-    products = panel_products(dtype, device, batch_invariant=options.batch_invariant)
+    products = panel_products(dtype, device, agree, batch_invariant=options.batch_invariant)
     if products is None and is_rounded:
         raise ModelLoadError(f"quantization is {options.quantization!r}, whose kernels do not work on {device}")
     if products is not None and options.quantization == "fp8_w8a8":
@@ -323,13 +337,16 @@ def choose_products(
     return products
 
 
-def _refuse_options(port: AttentionPort, options: ModelOptions, device: torch.device, *, has_ranks: bool) -> None:
-    """Raise ModelLoadError for an option that several ranks, or recurrent layers on a GPU, do not support."""
-    if has_ranks and (options.compile_layers or options.batch_invariant):
+def _refuse_options(options: ModelOptions, num_ranks: int) -> None:
+    """Raise ModelLoadError for an option that several ranks do not support."""
+    if options.compile_layers or options.batch_invariant:
         name = "compile_layers" if options.compile_layers else "batch_invariant"
-        raise ModelLoadError(f"{name} is true, which contradicts tensor_parallel_size ({options.tensor_parallel_size})")
-    if port.recurrent.layers and device.type != "cpu" and options.compile_layers:
-        raise ModelLoadError("compile_layers is true, which models with recurrent layers do not support on a GPU")
+        raise ModelLoadError(f"{name} is true, which contradicts tensor_parallel_size ({num_ranks})")
+    if options.quantization == "fp8_w8a8":
+        raise ModelLoadError(
+            f"quantization is 'fp8_w8a8', which contradicts tensor_parallel_size ({num_ranks}): scales of the inputs "
+            "that it rounds would differ by rank; fp8 rounds weights alone"
+        )
 
 
 def remove_waits(model: PreTrainedModel) -> None:
@@ -352,6 +369,8 @@ def _optimize(
     options: ModelOptions,
     has_kernels: bool,
     products: PanelProducts | None,
+    largest: Mapping[str, Tensor],
+    agree: Agree,
 ) -> None:
     """Replace modules of the model by the fastest ones for its device."""
     device, dtype = model.device, model.dtype
@@ -359,7 +378,7 @@ def _optimize(
         if options.compile_layers:
             raise ModelLoadError("compile_layers is true, but the device is a CPU")
         if options.quantization in ("fp8", "fp8_w8a8"):
-            round_experts(model, ROUNDINGS[options.quantization], None)
+            round_experts(model, ROUNDINGS[options.quantization], None, largest)
         modules = cpu_modules(dtype, has_kernels, options.quantization)
         if isinstance(model, TextEncoder) and options.quantization == "none" and not options.batch_invariant:
             # Whole texts have many rows, for which oneDNN is faster.
@@ -376,9 +395,9 @@ def _optimize(
         guard_embedding(model, TorchLayerOps())
         return
     if products is not None and options.quantization != "none":
-        round_experts(model, ROUNDINGS[options.quantization], products)
+        round_experts(model, ROUNDINGS[options.quantization], products, largest)
     make_linear = plain_linear if products is None else choose_panels(products, options.quantization)
-    modules = cuda_modules(dtype, device, make_linear, batch_invariant=options.batch_invariant)
+    modules = cuda_modules(dtype, device, make_linear, agree, batch_invariant=options.batch_invariant)
     guard_embedding(model, modules.ops)
     optimize_model(model, port, layers, modules)
     compile_panels(model)

@@ -70,7 +70,7 @@ class ReplicaMemory:
 
 @dataclass(frozen=True, slots=True)
 class GpuWeights:
-    """Weights of a checkpoint on a GPU."""
+    """Weights of a checkpoint, or a rank's part of them, on a GPU."""
 
     num_values: int
     num_bytes: int
@@ -172,7 +172,11 @@ def weights_on_gpu(directory: Path, dtype: str, value_bytes: int, *, keeps_bits:
     Raises:
         ModelLoadError: a file is missing or damaged.
     """
-    weights = read_weights(directory)
+    return gpu_weights(read_weights(directory), dtype, value_bytes, keeps_bits=keeps_bits)
+
+
+def gpu_weights(weights: Weights, dtype: str, value_bytes: int, *, keeps_bits: bool) -> GpuWeights:
+    """Return the memory that weights, or the parts of them that a rank holds, take on a GPU. See `weights_on_gpu`."""
     names = {name for experts in find_expert_weights(weights).values() for name in experts.names()}
     kept = {
         name: weight
@@ -188,7 +192,7 @@ def weights_on_gpu(directory: Path, dtype: str, value_bytes: int, *, keeps_bits:
 
 def _saved_by_fp8(weights: Weights, dequantized: Sequence[Sequence[int]], value_bytes: int) -> int:
     """Return the bytes that rounding to fp8 saves. An output layer that shares the embedding's weight has a copy."""
-    plain = {name: tensor.shape for name, tensor in weights.plain.items() if len(tensor.shape) in (2, 3)}
+    plain = {name: weights.shape_of(name) for name, tensor in weights.plain.items() if len(tensor.shape) in (2, 3)}
     embeddings = [shape for name, shape in plain.items() if name.endswith(_EMBEDDINGS)]
     linears = [shape for name, shape in plain.items() if not name.endswith(_EMBEDDINGS)]
     saved = sum(math.prod(shape) * value_bytes - _fp8_bytes(shape) for shape in (*linears, *dequantized))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -20,14 +20,15 @@ from transformers.core_model_loading import WeightRenaming
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention.interface import ATTENTION_NAME, register_attention
-from replicas.model.checkpoint.cuts import Cutter
-from replicas.model.checkpoint.expert_weights import DOWN, ExpertWeights, find_expert_weights
+from replicas.model.checkpoint.expert_weights import DOWN, ExpertWeights, find_down_weights, find_expert_weights
 from replicas.model.checkpoint.formats import QuantizedWeight, Weights
 from replicas.model.checkpoint.lazy_weights import LazyWeight, WeightReader
+from replicas.model.checkpoint.weight_parts import cut_weights
 from replicas.model.layers.experts import are_experts
 from replicas.model.layers.kept_experts import kept_experts
-from replicas.model.layers.linear import KeptLinears, can_multiply
+from replicas.model.layers.linear import INPUTS_UNIT, KeptLinears, can_multiply
 from replicas.model.loading.checks import read_weights
+from replicas.model.parallel.shares import ModelCuts
 from replicas.model.pooling.encoder import TextEncoder
 from replicas.model.pooling.kinds import is_encoder
 from replicas.text.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
@@ -42,6 +43,8 @@ class LoadedWeights:
     model: PreTrainedModel
     description: str
     """Format of the weights in the checkpoint and in memory, for people."""
+    largest: Mapping[str, Tensor] = field(default_factory=dict)
+    """Largest magnitudes of the rows of experts whose inputs are cut, for their rounding; see `round_experts`."""
 
 
 def load_weights(
@@ -51,13 +54,13 @@ def load_weights(
     device: torch.device = _CPU,
     *,
     kept: KeptLinears | None = None,
-    cutter: Cutter | None = None,
+    cuts: ModelCuts | None = None,
 ) -> LoadedWeights:
     """Load the weights of a model, a directory or hub id, in `dtype`.
 
     Another `device` than the CPU receives each weight when it has been read: the host never holds the whole model.
     Weights of linear layers that `kept` keeps or rounds become its layers; without it all weights become dense.
-    `config` is that of the part of the model for which `cutter` cuts the weights; None: of the whole model.
+    Of a model that is cut, `cuts` choose the part; `config` is that of the whole model.
 
     Raises:
         ModelLoadError: a file or a weight is missing, damaged or of a wrong shape.
@@ -65,13 +68,17 @@ def load_weights(
     """
     directory = _directory_of(model)
     weights = read_weights(directory)
+    if cuts is not None:
+        config, weights = cuts.local_config(), cut_weights(weights, cuts.cut, cuts.num_ranks)
     reader = WeightReader(weights, dtype)
-    state = reader.lazy(cutter)
+    state = reader.lazy()
     layers = _KeptLayers() if kept is None else _kept_layers(weights, config, kept)
+    if cuts is not None and kept is not None and kept.rounds is not None:
+        _refuse_cut_groups(weights, (*layers.rounded.values(), *chain(*layers.down.values())), cuts.num_ranks)
     linears, experts = layers.linears, layers.experts
     for name in {name for each in experts.values() for name in each.weights.names()}:
         del state[name]
-    to_round = {name: state[weight] for name, weight in layers.rounded.items()}
+    to_round = {name: state[name] for name in layers.rounded.values()}
     shapes = {weight.name: weight.layout.shape for weight in linears.values()}
     shapes |= {name: weights.shape_of(name) for name in layers.rounded.values()}
     for name, shape in chain(shapes.items(), *(each.shapes.items() for each in experts.values())):
@@ -82,11 +89,12 @@ def load_weights(
         assert kept is not None
         linear = loaded.get_submodule(name)
         loaded.set_submodule(name, kept.make(reader.quantized(weight), linear.bias, linear.weight.dtype))
-    for name, lazy in to_round.items():
+    for name, weight_name in layers.rounded.items():
         assert kept is not None and kept.rounds is not None
         linear = loaded.get_submodule(name)
-        dense = lazy[...].to(device, linear.weight.dtype)
-        loaded.set_submodule(name, kept.make(kept.rounds(dense), linear.bias, dense.dtype))
+        dense = to_round[weight_name][...].to(device, linear.weight.dtype)
+        largest = reader.largest(weight_name).to(device) if _cuts_inputs(weights, weight_name) else None
+        loaded.set_submodule(name, kept.make(kept.rounds(dense, largest), linear.bias, dense.dtype))
     for name, each in experts.items():
         assert kept is not None and kept.products is not None
         original = loaded.get_submodule(name)
@@ -97,7 +105,32 @@ def load_weights(
         name for each in experts.values() for name in each.weights.names()
     }
     description = weights.description(str(dtype).removeprefix("torch."), kept_names)
-    return LoadedWeights(_as_decoder(loaded, config), description)
+    largest_of_experts = {
+        name: torch.cat([each if each.dim() == 2 else each[None] for each in map(reader.largest, names)]).to(device)
+        for name, names in layers.down.items()
+    }
+    return LoadedWeights(_as_decoder(loaded, config), description, largest_of_experts)
+
+
+def _refuse_cut_groups(weights: Weights, names: Iterable[str], num_ranks: int) -> None:
+    """Raise ModelLoadError if a weight that is rounded has multiples of 32 inputs, and its part has not."""
+    for name in names:
+        cut, whole = weights.cut_of(name), weights.whole_shape_of(name)
+        if cut is None or not _cuts_inputs(weights, name) or cut.size % INPUTS_UNIT == 0:
+            continue
+        num_units, rest = divmod(whole[cut.dim], INPUTS_UNIT)
+        if rest == 0:
+            working = ", ".join(str(number) for number in range(1, num_units + 1) if num_units % number == 0)
+            raise ModelLoadError(
+                f"tensor_parallel_size is {num_ranks}, which leaves {cut.size} of the {whole[cut.dim]} inputs of "
+                f"{name}, and quantization rounds groups of {INPUTS_UNIT}; of these sizes {working} would not cut them"
+            )
+
+
+def _cuts_inputs(weights: Weights, name: str) -> bool:
+    """Return True if other ranks hold inputs of a weight of a linear layer, or of the last layer of experts."""
+    cut = weights.cut_of(name)
+    return cut is not None and cut.dim > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +149,8 @@ class _KeptLayers:
     experts: Mapping[str, _KeptExperts] = field(default_factory=dict)
     rounded: Mapping[str, str] = field(default_factory=dict)
     """Names of the dense weights that are rounded."""
+    down: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of the dense weights of experts that are rounded, and whose inputs are cut."""
 
 
 def _kept_layers(weights: Weights, config: PretrainedConfig, kept: KeptLinears) -> _KeptLayers:
@@ -131,7 +166,17 @@ def _kept_layers(weights: Weights, config: PretrainedConfig, kept: KeptLinears) 
         by_module = {names.module_of(name, "weight"): name for name in weight_names}
         return {module: name for module, name in by_module.items() if type(modules.get(module)) is nn.Linear}
 
-    dense = () if kept.rounds is None else (weights.plain.keys() | weights.quantized.keys()) - kept_weights.keys()
+    dense: Iterable[str] = ()
+    down: dict[str, list[str]] = {}
+    if kept.rounds is not None:
+        dense = [name for name in (*weights.plain, *weights.quantized) if name not in kept_weights]
+        if not kept.rounds_uncut:
+            dense = [name for name in dense if _cuts_inputs(weights, name)]
+        down = {
+            names.module_of(f"{name}.{DOWN}", DOWN): each
+            for name, each in find_down_weights(weights).items()
+            if _cuts_inputs(weights, each[0])
+        }
     return _KeptLayers(
         {module: kept_weights[name] for module, name in linears_of(kept_weights).items()},
         {
@@ -145,7 +190,12 @@ def _kept_layers(weights: Weights, config: PretrainedConfig, kept: KeptLinears) 
             # The output layer may be the embedding, or be read by a head.
             if names.is_unchanged(name)
             and modules[module] is not model.get_output_embeddings()
-            and can_multiply(modules[module].weight)
+            and can_multiply(weights.whole_shape_of(name))
+        },
+        {
+            module: each
+            for module, each in down.items()
+            if module not in experts and module in modules and are_experts(modules[module])
         },
     )
 

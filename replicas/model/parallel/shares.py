@@ -2,6 +2,7 @@
 
 Attention is cut by heads, feed-forward layers by their inner size, embedding and output layer by the vocabulary. A KV
 head belongs to the ranks of its query heads: where there are more ranks than KV heads, several hold the same one.
+The module imports no torch.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.checkpoint.cuts import Cut
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MAX_RANKS = 8
 """Most ranks of a replica: GPUs of one machine."""
@@ -161,15 +164,16 @@ class ModelCuts:
                 f"tensor_parallel_size is {share.num_ranks}, and models of that type run on one device alone: set it "
                 "to 1",
             )
-        if hasattr(config, "quantization_config"):
-            raise ModelLoadError(
-                f"tensor_parallel_size is {share.num_ranks}, which quantized checkpoints do not support: set it to 1"
-            )
         refuse_indivisible(config, share.num_ranks)
         self._config = config
         self._share = share
         self._sizes = Sizes.of(config)
         self._rules = [(re.compile(name), rule) for name, rule in {**_RULES, **_CUT_TYPES[config.model_type]}.items()]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self._share.num_ranks
 
     def cut(self, name: str, shape: Shape) -> Cut | None:
         """Return the cut of the tensor `name`; None: the rank holds it whole."""

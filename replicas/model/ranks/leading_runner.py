@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from replicas.engine.batch import ScheduledBatch, StepResults
 from replicas.model.planner import PlannedStep
-from replicas.model.ranks.messages import RankMessage
+from replicas.model.ranks.messages import MessageForm, RankMessage
 from replicas.model.ranks.ring import RankLost, RingReader, RingWriter
 from replicas.model.runner import RunningStep, TorchModelRunner
 
@@ -31,6 +31,7 @@ class LeadingRunner:
         self._runner = runner
         self._ring = ring
         self._limit_s = limit_s
+        self._form = MessageForm()
         self._num_steps = 0
         self._fault: Exception | None = None
 
@@ -48,7 +49,7 @@ class LeadingRunner:
             masks = planned.masks.message() if samples and planned.masks is not None else None
         self._num_steps += 1
         with self.together():
-            self._ring.write(RankMessage(self._num_steps, planned.message, samples, masks).to_bytes())
+            self._publish(RankMessage(self._num_steps, planned.message, samples, masks))
             running = self._runner.run(planned.message)
             if samples:
                 self._runner.sample(running, masks)
@@ -59,8 +60,11 @@ class LeadingRunner:
         with self._runner.planner.running():
             masks = None if planned.masks is None else planned.masks.message()
         with self.together():
-            self._ring.write(RankMessage(self._num_steps, None, True, masks).to_bytes())
+            self._publish(RankMessage(self._num_steps, None, True, masks))
             self._runner.sample(running, masks)
+
+    def _publish(self, message: RankMessage) -> None:
+        self._ring.write(self._form.to_bytes(message))
 
     def check(self, number: int, running: RunningStep) -> None:
         """Check that all ranks have sampled the same tokens in a step that has ended here.
@@ -122,6 +126,7 @@ class FollowingRunner:
     def __init__(self, runner: TorchModelRunner, ring: RingReader) -> None:
         self._runner = runner
         self._ring = ring
+        self._form = MessageForm()
         self._launched: RunningStep | None = None
         self._sampled: deque[tuple[int, RunningStep]] = deque()
 
@@ -141,7 +146,7 @@ class FollowingRunner:
             self._ring.answer(number, digest_of(running))
         message = self._ring.read(_ANSWER_PAUSE_S if self._sampled else limit_s)
         if message is not None:
-            self._run(RankMessage.of_bytes(message))
+            self._run(self._form.of_bytes(message))
 
     def _run(self, message: RankMessage) -> None:
         if message.step is not None:

@@ -11,8 +11,6 @@ import time
 import traceback
 
 from replicas.errors import ModelLoadError
-from replicas.model.ranks.leading_runner import FollowingRunner
-from replicas.model.ranks.parts import joined_part
 from replicas.model.ranks.processes import RankTask
 from replicas.model.ranks.ring import RingReader
 
@@ -25,6 +23,10 @@ def main() -> None:
     task: RankTask = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_first_rank, args=(task,), name="watchdog", daemon=True).start()
     try:
+        # Imports of torch take seconds, in which the first rank may end.
+        from replicas.model.ranks.leading_runner import FollowingRunner
+        from replicas.model.ranks.parts import joined_part
+
         part = joined_part(task.options, task.share, task.meeting_file)
         FollowingRunner(part.runner, RingReader(task.ring, task.share.rank - 1)).follow()
     except ModelLoadError as error:

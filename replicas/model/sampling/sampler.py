@@ -12,6 +12,7 @@ from torch import Tensor
 from replicas.engine.batch import BatchColumns, ItemResult, ScheduledSequence, StepResults
 from replicas.model.batch.inputs import LastRows
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor, Span
+from replicas.model.hardware.selfcheck import Agree, agreed_fault, alone
 from replicas.model.parallel.cut_logits import CutLogits
 from replicas.model.sampling.logits_processors import LogitsChanges, LogitsProcessors
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
@@ -66,8 +67,13 @@ def has_draw_kernel(device: torch.device) -> bool:
     return fault is None
 
 
-def token_counts(num_slots: int, vocab_size: int, device: torch.device) -> TokenCounts | None:
-    """Return counts for `num_slots` sequences on a GPU with Triton; None elsewhere: there the host counts tokens."""
+def token_counts(
+    num_slots: int, vocab_size: int, device: torch.device, agree: Agree = alone
+) -> TokenCounts | None:  # fmt: skip
+    """Return counts for `num_slots` sequences on a GPU with Triton; None elsewhere: there the host counts tokens.
+
+    The kernel must work on all ranks that `agree`.
+    """
     if device.type != "cuda":
         return None
     try:
@@ -76,6 +82,7 @@ def token_counts(num_slots: int, vocab_size: int, device: torch.device) -> Token
         fault = check_penalties(device)
     except ImportError as error:
         fault = str(error)
+    fault = agreed_fault(fault, agree)
     if fault is not None:
         _log.warning("penalties need the host and are slow: Triton's kernel does not work here: %s", fault)
         return None

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from replicas.errors import ModelLoadError
 from replicas.model.hardware.limits import available_memory_bytes
 from replicas.model.loading.facts import choose_state_slots, state_bytes
-from replicas.model.loading.memory import replica_memory, weights_on_gpu
+from replicas.model.loading.memory import GpuWeights, replica_memory, weights_on_gpu
 from serve_app.cli.checks.machine_checks import Check, Status
 from serve_app.cli.clients.terminal import stderr
 from serve_app.config import DEMO_MODEL_NAME, HeadwayConfig
@@ -77,10 +77,10 @@ def memory_checks(directory: Path, diagnosis: Diagnosis, num_ranks: int = 1) -> 
         return
     weight_bytes, form = on_cpu.weights, diagnosis["dtype"]
     if diagnosis["is_gpu"]:
-        weight_bytes = on_gpu.num_bytes
-        form = f"{on_gpu.description}; with quantization=fp8 {decimal(on_gpu.num_bytes_in_fp8)}"
+        held = on_gpu if diagnosis["part"] is None else GpuWeights(**diagnosis["part"])
+        weight_bytes = held.num_bytes
+        form = f"{held.description}; with quantization=fp8 {decimal(held.num_bytes_in_fp8)}"
         if num_ranks > 1:
-            weight_bytes = diagnosis["model"]["num_values"] * diagnosis["value_bytes"]
             form += f", cut for {num_ranks} GPUs"
     yield Check("weights", Status.OK, f"{decimal(weight_bytes)} ({on_gpu.num_values:,} weights, {form})")
     has_cache = bool(diagnosis["model"]["kv_bytes_per_token"])

@@ -18,6 +18,7 @@ from replicas.model.attention.interface import AttentionBackend, AttentionCall, 
 from replicas.model.attention.kv_cache import KVCache, LayerCache
 from replicas.model.attention.select import FlashAndTriton, choose_attention
 from replicas.model.batch.inputs import BatchInputs, build_inputs, dummy_item
+from replicas.model.hardware.selfcheck import Agree, alone
 from replicas.model.loading.loader import LoadedModel
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import (
@@ -76,14 +77,15 @@ class Decodes:
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, torch.dtype, int], AttentionBackend]:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AttentionBackend]:
     """Select a backend for a device of this capability, with tensors on the CPU."""
     check = select.check_attention
     monkeypatch.setattr(select, "check_attention", lambda spec, *rest: check(replace(spec, device=CPU), *rest))
 
-    def choose(backend: str, dtype: torch.dtype, capability: int) -> AttentionBackend:
+    def choose(backend: str, dtype: torch.dtype, capability: int, agree: Agree = alone) -> AttentionBackend:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-        return choose_attention(AttentionSpec((KINDS["window"].layer,), 16, 512, dtype, torch.device("cuda")), backend)
+        spec = AttentionSpec((KINDS["window"].layer,), 16, 512, dtype, torch.device("cuda"))
+        return choose_attention(spec, backend, agree)
 
     return choose
 
@@ -98,6 +100,20 @@ def test_right_flash_attention_gets_batches_with_prompts(on_a_gpu: Any) -> None:
         attention = chosen(cache, build_inputs(items, 16, CPU))
         assert isinstance(attention, FlashAttention) and attention.write is Decodes.write
         assert isinstance(chosen(cache, build_inputs(items[1:], 16, CPU)), GatherAttention)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("num_agreed", "expected"), [(0, "GatherAttention"), (1, "Decodes"), (2, "FlashAndTriton")])
+def test_kernels_that_another_rank_lacks_are_not_used(on_a_gpu: Any, num_agreed: int, expected: str) -> None:
+    verdicts: list[bool] = []
+
+    def agree(verdict: bool) -> bool:
+        verdicts.append(verdict)
+        return verdict and len(verdicts) <= num_agreed
+
+    chosen = on_a_gpu("auto", torch.bfloat16, 9, agree)
+    assert getattr(chosen, "__name__", type(chosen).__name__) == expected
+    assert verdicts == [True] * min(num_agreed + 1, 2), "each rank is asked about the same kernels"
 
 
 @pytest.mark.usefixtures("installed")

@@ -89,6 +89,7 @@ def test_a_mixture_equals_generate(architecture: str) -> None:
 
 def test_right_experts_are_taken_and_wrong_ones_are_not() -> None:
     loaded = load_unoptimized(cached_checkpoint("gpt_oss-window"))
+    assert replace_experts(loaded.model, expert_linear, lambda _: False) == "it does not work on another rank"
     assert replace_experts(loaded.model, expert_linear) is None
     assert any(isinstance(module, FusedExperts) for module in loaded.model.modules())
     loaded = load_unoptimized(cached_checkpoint("qwen3_moe"))

@@ -15,9 +15,13 @@ import torch
 
 from replicas.model.checkpoint.quantized_linear import concatenate
 from replicas.model.layers.experts import ExpertLayer, FusedExperts, PanelExpertLinear, Routing
+from replicas.model.layers.linear import kept_panels
 from replicas.model.layers.panels import PanelLinear, Panels, pack_panels
 from replicas.model.layers.triton_panels import TritonPanels
+from replicas.model.loading.config import read_config
 from replicas.model.loading.memory import weights_on_gpu
+from replicas.model.loading.weights import load_weights
+from replicas.model.parallel.shares import ModelCuts, Share
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import build_engine, check_equals_generate, random_prompts
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
@@ -98,6 +102,30 @@ def test_kept_experts_give_the_tokens_of_the_dequantized_model(
     padding = sum(map(_padding_bytes, in_panels))
     assert found.num_bytes == pytest.approx(taken_bytes(loaded.model) - padding, rel=0.03)
     check_equals_generate(build_engine(loaded), path.parent / "dense", random_prompts((5, 9)), max_tokens=2)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("architecture", "name"), [("gpt_oss-window", "MXFP4"), ("qwen3_moe", "AWQ"), ("mixtral", "FP8 per tensor")]
+)
+def test_results_of_the_ranks_experts_add_up(tmp_path: Path, architecture: str, name: str) -> None:
+    method = METHODS[name]
+    if name != "MXFP4":
+        method = replace(method, is_quantized=lambda weight: weight.endswith(LINEARS))
+    path = quantize_checkpoint(cached_checkpoint(architecture), tmp_path, method)
+    config, kept = read_config(str(path)), kept_panels(TritonPanels(CPU))
+    hidden, weights = torch.randn(3, config.hidden_size), torch.rand(3, 2)
+    index = torch.tensor([[0, 1], [3, 2], [1, 3]])
+
+    def results(cuts: ModelCuts | None) -> torch.Tensor:
+        model = load_weights(str(path), config, torch.float32, kept=kept, cuts=cuts).model
+        experts = next(module for module in model.modules() if isinstance(module, FusedExperts))
+        output = experts(hidden, index, weights)
+        assert isinstance(output, torch.Tensor)
+        return output
+
+    parts = [results(ModelCuts(config, Share(rank, 2))) for rank in range(2)]
+    torch.testing.assert_close(parts[0] + parts[1], results(None), rtol=1e-4, atol=1e-5)
 
 
 def test_experts_in_an_order_of_activations_become_dense(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionPort
 from replicas.model.attention.probe import probe_attention
 from replicas.model.checkpoint.quantized_linear import FP4_VALUES, IQ4_VALUES, QuantizedLinear
+from replicas.model.diagnosis import part_of
 from replicas.model.layers import triton_panels
 from replicas.model.layers.experts import FusedExperts
 from replicas.model.layers.kept_experts import round_experts
@@ -30,6 +31,7 @@ from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.memory import weights_on_gpu
 from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions
 from replicas.model.loading.weights import load_weights
+from replicas.model.parallel.shares import ModelCuts, Share
 from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import build_engine, check_equals_generate, load, random_prompts, requests_for, run
@@ -196,6 +198,7 @@ def test_parts_cover_the_sums_and_keep_enough_of_them() -> None:
 
 def test_a_fault_of_the_kernels_is_found(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert panel_products(torch.float32, CPU) is not None
+    assert panel_products(torch.float32, CPU, lambda _: False) is None, "they do not work on another rank"
     right = TritonPanels.widen
     monkeypatch.setattr(TritonPanels, "widen", lambda *arguments: right(*arguments) * 1.01)
     assert panel_products(torch.float32, CPU) is None
@@ -237,7 +240,7 @@ def load_in_panels(
     port = AttentionPort(model)
     layers = probe_attention(model, port)
     if quantization != "none":
-        round_experts(model, ROUNDINGS[quantization], products)
+        round_experts(model, ROUNDINGS[quantization], products, {})
     optimize_model(model, port, layers, FusedModules(ops or TorchLayerOps(), choose_panels(products, quantization)))
     return replace(load(path), model=model, port=port, layers=layers, weights=weights.description)
 
@@ -280,6 +283,19 @@ def test_memory_is_that_of_the_prediction(tmp_path: Path, name: str) -> None:
     assert found.num_bytes == pytest.approx(taken_bytes(weights.model), rel=0.02)
     assert found.description == weights.description
     assert dense.num_bytes == 4 * dense.num_values > found.num_bytes and "dequantized" in dense.description
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["AWQ", "compressed-tensors FP8 blocks", "NVFP4 of modelopt"])
+def test_memory_of_a_rank_is_that_of_the_prediction(tmp_path: Path, name: str) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+    path = quantize_checkpoint(write_checkpoint(tmp_path / "plain", **sizes), tmp_path, METHODS[name])
+    config, kept = read_config(str(path)), kept_panels(TritonPanels(CPU))
+    part = load_weights(str(path), config, torch.float32, kept=kept, cuts=ModelCuts(config, Share(1, 2)))
+    found = part_of(str(path), torch.float32, 2, keeps_bits=True)
+    assert found.num_bytes == pytest.approx(taken_bytes(part.model), rel=0.02)
+    assert found.num_bytes <= 0.55 * weights_on_gpu(path, "float32", 4, keeps_bits=True).num_bytes
+    assert found.description == part.description and "kept" in found.description
 
 
 @pytest.mark.deep

@@ -18,7 +18,7 @@ from replicas.engine.batch import ScheduledBatch
 from replicas.errors import ModelLoadError
 from replicas.model.loading.config import read_config
 from replicas.model.parallel.shares import ModelCuts, Share
-from replicas.model.ranks.messages import RankMessage
+from replicas.model.ranks.messages import MessageForm
 from replicas.model.ranks.ring import RankLost, RingReader
 from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint
@@ -43,13 +43,14 @@ class FlippingReader(RingReader):
         if message is None:
             return None
         self.num_left -= 1
-        found = RankMessage.of_bytes(message)
+        form = MessageForm()
+        found = form.of_bytes(message)
         if self.num_left >= 0 or found.step is None or found.step.sampling is None:
             return message
         plan = found.step.sampling.full
         assert plan is not None
         found.step.words[plan.columns.start] = _flipped(found.step.words[plan.columns.start])
-        return found.to_bytes()
+        return form.to_bytes(found)
 
 
 def _flipped(word: int) -> int:
@@ -105,31 +106,32 @@ def test_inner_sizes_and_kv_heads_are_checked(tmp_path: Path) -> None:
 
 
 @contextmanager
-def replica(folder: Path, *work: str, is_ready: bool = True) -> Iterator[tuple[psutil.Process, psutil.Process]]:
-    """Start a replica of two ranks with files in `folder`; yield its processes, once it is ready or before that."""
-    command = [sys.executable, "-m", "testkit.model.rank_leader", str(cached_checkpoint("llama")), *work]
+def replica(
+    folder: Path, module: str, *arguments: str, says: str, num_others: int = 1
+) -> Iterator[list[psutil.Process]]:
+    """Run a first rank with files in `folder`; yield its process and those of the others, once it `says` that."""
+    command = [sys.executable, "-m", f"testkit.model.{module}", str(cached_checkpoint("llama")), *arguments]
     environment = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as first:
         process = psutil.Process(first.pid)
         try:
-            assert first.stdout is not None
-            if is_ready:
-                assert first.stdout.readline() == "ready\n"
-            while (other := other_rank(process)) is None:
+            assert first.stdout is not None and first.stdout.readline() == f"{says}\n"
+            while len(others := other_ranks(process)) < num_others:
                 assert first.poll() is None, "the first rank has ended"
                 time.sleep(_PAUSE_S)
-            yield process, other
+            yield [process, *others]
         finally:
             first.kill()
 
 
-def other_rank(first: psutil.Process) -> psutil.Process | None:
-    """Return the process of the other rank, if it has begun. Libraries may start other processes for a moment."""
+def other_ranks(first: psutil.Process) -> list[psutil.Process]:
+    """Return the processes of the other ranks that have begun. Libraries may start other processes for a moment."""
+    found = []
     for child in first.children():
         with suppress(psutil.Error):
             if "replicas.model.ranks.main" in child.cmdline():
-                return child
-    return None
+                found.append(child)
+    return found
 
 
 def memory_files(processes: Iterable[psutil.Process]) -> set[int]:
@@ -143,28 +145,35 @@ def memory_files(processes: Iterable[psutil.Process]) -> set[int]:
     return found
 
 
-def check_nothing_left(victim: psutil.Process, survivor: psutil.Process) -> None:
-    """Kill a rank; check that the other one ends too, and that nobody has their shared memory."""
-    files = memory_files([victim, survivor])
-    victim.send_signal(signal.SIGKILL)
-    gone, alive = psutil.wait_procs([victim, survivor], timeout=_LIMIT_S)
-    assert not alive and len(gone) == 2
+def check_nothing_left(ranks: list[psutil.Process], victim: int, folder: Path) -> None:
+    """Kill a rank; check that the others end too, and that neither their memory nor their files are left."""
+    files = memory_files(ranks)
+    ranks[victim].send_signal(signal.SIGKILL)
+    gone, alive = psutil.wait_procs(ranks, timeout=_LIMIT_S)
+    assert not alive and len(gone) == len(ranks)
     assert files and not files & memory_files(psutil.process_iter())
+    assert not [name for name in os.listdir("/dev/shm") if any(str(rank.pid) in name for rank in ranks)]
+    assert not list(folder.iterdir())
 
 
 def test_a_killed_first_rank_takes_the_other_with_it(tmp_path: Path) -> None:
-    with replica(tmp_path) as (first, other):
-        check_nothing_left(first, other)
-    assert not list(tmp_path.glob("headway-ranks-*"))
+    with replica(tmp_path, "rank_leader", says="ready") as ranks:
+        check_nothing_left(ranks, 0, tmp_path)
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("number", range(50))
-def test_a_kill_at_any_moment_leaves_nothing(number: int, tmp_path: Path) -> None:
-    """One of the two is killed while they load the model, wait for work or compute."""
-    kinds = [((), False), ((), True), (("busy",), True)]
-    work, is_ready = kinds[number // 2 % len(kinds)]
-    with replica(tmp_path, *work, is_ready=is_ready) as (first, other):
+@pytest.mark.parametrize("number", range(4))
+def test_a_kill_in_work_leaves_nothing(number: int, tmp_path: Path) -> None:
+    """One of two ranks is killed while they wait for work or compute."""
+    with replica(tmp_path, "rank_leader", *(("busy",) if number > 1 else ()), says="ready") as ranks:
         time.sleep(random.Random(number).uniform(0.0, _LATEST_KILL_S))
-        check_nothing_left(*((first, other) if number % 2 else (other, first)))
-    assert not is_ready or not list(tmp_path.glob("headway-ranks-*"))
+        check_nothing_left(ranks, number % 2, tmp_path)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("number", range(46))
+def test_a_kill_at_any_moment_of_the_start_leaves_nothing(number: int, tmp_path: Path) -> None:
+    """The first rank or one of two others is killed, from the beginning until they wait for each other."""
+    with replica(tmp_path, "rank_starter", "3", says="started", num_others=2) as ranks:
+        time.sleep(random.Random(number).uniform(0.0, _LATEST_KILL_S))
+        check_nothing_left(ranks, number % 3, tmp_path)

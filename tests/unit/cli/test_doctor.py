@@ -23,6 +23,7 @@ ON_CPU: dict[str, Any] = {
     "value_bytes": 2,
     "keeps_bits": False,
     "read_bytes_per_s": 20e9,
+    "part": None,
     "model": {
         "kv_bytes_per_token": 2**20,
         "kv_bytes_per_token_in_8_bits": 2**19,
@@ -105,8 +106,9 @@ def test_each_rank_needs_a_gpu_of_this_node() -> None:
     check = ranks_check(on_gpu, 2)
     assert (check.status, check.finding) == (Status.FAIL, "needs 2 GPUs of 80.0 GB, this node has 1")
     assert ranks_check(on_gpu | {"num_gpus": 2}, 2).status is Status.OK
-    weights = by_name(list(memory_checks(DEMO, on_gpu, 2)))["weights"].finding
-    assert weights.startswith("20.0 MB") and weights.endswith("cut for 2 GPUs)")
+    part = {"num_values": 10**7, "num_bytes": 2 * 10**7, "num_bytes_in_fp8": 10**7, "description": "bfloat16"}
+    weights = by_name(list(memory_checks(DEMO, on_gpu | {"part": part}, 2)))["weights"].finding
+    assert weights.startswith("20.0 MB") and weights.endswith("fp8 10.0 MB, cut for 2 GPUs)")
 
 
 def test_weights_that_are_not_whole_fail(tmp_path: Path) -> None:
