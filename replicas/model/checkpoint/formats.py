@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 from replicas.errors import ModelLoadError
-from replicas.model.checkpoint.cuts import Cut
 from replicas.model.checkpoint.headers import StoredTensor
 
 Parts = Mapping[str, StoredTensor]
@@ -99,6 +98,24 @@ class QuantizedWeight:
     """Sizes of the weight, or of the part of it that a rank holds."""
     part: WeightPart | None = None
     """Part that a rank holds; None: the whole weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Slices of a tensor along one dimension, joined in their order, and zeros behind them: the part of one rank."""
+
+    dim: int
+    ranges: tuple[range, ...]
+    num_zeros: int = 0
+
+    @property
+    def size(self) -> int:
+        """Size of the cut tensor along the dimension."""
+        return sum(map(len, self.ranges)) + self.num_zeros
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the cut of a tensor of `shape`."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from replicas.model.checkpoint.cuts import Cut
-from replicas.model.checkpoint.formats import QuantizedWeight, Weights
+from replicas.model.checkpoint.formats import Cut, QuantizedWeight, Weights
 from replicas.model.checkpoint.headers import StoredTensor
 from replicas.model.checkpoint.quantized_linear import QuantizedLinear, concatenate
 from replicas.model.checkpoint.readers import read_quantized, shape_dense

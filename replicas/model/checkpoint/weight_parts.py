@@ -6,13 +6,23 @@ Scales belong to blocks of a quantized weight. Where a cut goes through a block,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from replicas.errors import ModelLoadError
-from replicas.model.checkpoint.cuts import Cut, Cutter
-from replicas.model.checkpoint.formats import WORD_BITS, Layout, QuantizedWeight, WeightPart, Weights, has_plain_order
+from replicas.model.checkpoint.formats import (
+    WORD_BITS,
+    Cut,
+    Layout,
+    QuantizedWeight,
+    WeightPart,
+    Weights,
+    has_plain_order,
+)
+
+Cutter = Callable[[str, tuple[int, ...]], Cut | None]
+"""Chooser of the cut of a weight, by its name and shape; None: the rank holds the whole weight."""
 
 _BYTE_BITS = 8
 _ORDERS = frozenset({".g_idx", ".weight_g_idx"})

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from replicas.errors import ModelLoadError, UnsupportedModel
-from replicas.model.checkpoint.cuts import Cut
+from replicas.model.checkpoint.formats import Cut
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
