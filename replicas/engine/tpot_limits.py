@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import fmean, median_low
 
 import numpy as np
 
@@ -30,7 +29,8 @@ class _Window:
     """Some steps."""
 
     num_steps: int = 0
-    gaps_s: list[float] = field(default_factory=list)
+    gaps_s: list[np.ndarray] = field(default_factory=list)
+    """Gaps of the band's streams after each step, seconds, float64."""
     most_less_urgent: int = 0
     """Most less urgent tokens in a step."""
     has_decodes: bool = False
@@ -108,20 +108,23 @@ class TpotController:
         """Note the gap that a stream of the band had after a reference step."""
         self._references_s.append(gap_s)
 
-    def observe(self, gaps_s: list[float], num_less_urgent: int, has_decodes: bool) -> None:
+    def observe(self, gaps_s: np.ndarray, num_less_urgent: int, has_decodes: bool) -> None:
         """Adapt the limit to a step with `num_less_urgent` tokens, after which the band's streams had these gaps.
 
         `has_decodes`: some of the tokens are those of decodes.
         """
         window = self._window
         window.num_steps += 1
-        window.gaps_s += gaps_s
+        window.gaps_s.append(gaps_s)
         window.most_less_urgent = max(window.most_less_urgent, num_less_urgent)
         window.has_decodes |= has_decodes
+        all_gaps_s = np.concatenate(window.gaps_s)
         if window.has_decodes:
-            gap_s, target_s, max_credit = fmean(window.gaps_s), self.target_s, _MAX_CREDIT
+            gap_s, target_s, max_credit = float(all_gaps_s.mean()), self.target_s, _MAX_CREDIT
         else:
-            gap_s, target_s, max_credit = median_low(window.gaps_s), self._target_above(_PREFILL_FLOOR), 0
+            middle = (len(all_gaps_s) - 1) // 2
+            gap_s = float(np.partition(all_gaps_s, middle)[middle])
+            target_s, max_credit = self._target_above(_PREFILL_FLOOR), 0
         excess_s = window.num_steps * (gap_s - target_s)
         if window.num_steps >= _WINDOW_STEPS or excess_s >= _MAX_EXCESS * target_s:
             self._is_late = gap_s > self._target_s
@@ -227,13 +230,13 @@ class TpotLimits:
         has_decodes_alone = batch.num_tokens == np.count_nonzero(is_decode)
         for band in streaming:
             controller = self._controllers[band]
-            gaps_s = (step.collected_s - last_token_s[is_decode & (numbers[BAND] == band)]).tolist()
+            gaps_s = step.collected_s - last_token_s[is_decode & (numbers[BAND] == band)]
             is_less_urgent = numbers[EFFECTIVE_BAND] > band
             num_less_urgent = int(columns.num_tokens[is_less_urgent].sum())
-            if gaps_s and num_less_urgent:
+            if len(gaps_s) and num_less_urgent:
                 controller.observe(gaps_s, num_less_urgent, bool(np.any(is_less_urgent & is_decode)))
-            elif gaps_s and has_decodes_alone:
-                controller.refer(gaps_s[0])
+            elif len(gaps_s) and has_decodes_alone:
+                controller.refer(float(gaps_s[0]))
 
     def _numbers(self, columns: BatchColumns) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of a step's sequences, and the times of their last tokens, in order of the items."""
