@@ -57,7 +57,7 @@ test: $(DEV_STAMP)  ## lint and all tests
 pytest: $(DEV_STAMP)  ## the tests alone; ARGS names some
 	$(BIN)/python -m pytest $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(ARGS)
 
-# Tests that `make test` leaves out: all random worlds, all cases of sampled tests, and slow tests.
+# Tests that `make test` leaves out: all random worlds, all cases of sampled tests, rotated modules, and slow tests.
 test-deep: $(DEV_STAMP)  ## all random worlds, all cases, slow tests
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or rotated or sampled or deep' $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/model/interpreted --numprocesses 2 --deep -m 'rotated or sampled or deep' $(ARGS)

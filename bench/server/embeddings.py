@@ -56,7 +56,6 @@ _BERT = BertConfig(
 )  # fmt: skip
 """all-MiniLM-L6's sizes, with the vocabulary of the demo model."""
 
-
 _TEXTS_PER_REQUEST, _NUM_REQUESTS = 32, 8
 _NUM_PROMPT_TOKENS, _NUM_OUTPUT_TOKENS = 32, 128
 
