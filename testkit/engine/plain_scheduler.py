@@ -114,13 +114,13 @@ class _PlainLimits(TpotLimits):
         items = step.batch.items
         decodes = [item.sequence for item in items if item.sequence.phases.phase is Phase.DECODE]
         for band, controller in self._controllers.items():
-            gaps_s = [_gap_s(step, sequence) for sequence in decodes if sequence.band is band]
+            gaps_s = np.array([_gap_s(step, sequence) for sequence in decodes if sequence.band is band])
             num_less_urgent = sum(item.num_tokens for item in items if item.sequence.effective_band > band)
-            if gaps_s and num_less_urgent:
+            if len(gaps_s) and num_less_urgent:
                 has_decodes = any(sequence.effective_band > band for sequence in decodes)
                 controller.observe(gaps_s, num_less_urgent, has_decodes)
-            elif gaps_s and step.batch.num_tokens == len(decodes):
-                controller.refer(gaps_s[0])
+            elif len(gaps_s) and step.batch.num_tokens == len(decodes):
+                controller.refer(float(gaps_s[0]))
 
 
 def _gap_s(step: CollectedStep, sequence: Sequence) -> float:
