@@ -213,6 +213,7 @@ async def _chat(url: str, model: str, numbers: Iterator[int], gaps: list[tuple[f
             body = {
                 "model": model, "prompt": pseudo_random_tokens(number, _NUM_PROMPT_TOKENS), "ignore_eos": True,
                 "max_tokens": _NUM_OUTPUT_TOKENS, "stream": True, "priority": int(Band.INTERACTIVE),
+                "return_token_ids": True,  # Random weights write little text; each token has its delta all the same.
             }  # fmt: skip
             async with http.stream("POST", "/v1/completions", json=body) as answer:
                 answer.raise_for_status()
