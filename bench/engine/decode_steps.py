@@ -28,7 +28,7 @@ from replicas.model.build import build_runner
 from replicas.model.hardware.kernel_build import load_kernels
 from replicas.model.layers.linear import choose_linears, replace_linears
 from replicas.model.layers.optimize import cpu_modules, optimize_model
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import DEFAULT_KERNEL_CACHE_DIR, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 

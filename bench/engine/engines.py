@@ -10,7 +10,8 @@ from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
 from replicas.model.build import build_runner, warm_up
-from replicas.model.loading.loader import LoadedModel, load_model
+from replicas.model.loading.loaded_model import LoadedModel
+from replicas.model.loading.loader import load_model
 from replicas.model.loading.options import KVCacheDtype, ModelOptions, RunnerOptions
 from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model.runner import TorchModelRunner

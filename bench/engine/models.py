@@ -24,7 +24,7 @@ from transformers import (
 from replicas.model.attention.interface import ATTENTION_NAME, AttentionPort, register_attention
 from replicas.model.attention.probe import probe_attention
 from replicas.model.layers.optimize import cuda_modules, optimize_model
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.pooling.tap import HiddenTap
 
 _DEMO = Path(__file__).resolve().parents[2] / "replicas" / "demo"

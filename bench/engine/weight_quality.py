@@ -34,7 +34,8 @@ from replicas.model.attention.select import choose_attention
 from replicas.model.batch.inputs import build_inputs
 from replicas.model.hardware.device import choose_cache_dtype
 from replicas.model.layers.rounding import ROUNDINGS
-from replicas.model.loading.loader import LoadedModel, load_model
+from replicas.model.loading.loaded_model import LoadedModel
+from replicas.model.loading.loader import load_model
 from replicas.model.loading.options import ModelOptions
 from replicas.protocol import GenerateRequest, SamplingParams
 from serve_app.models.local_models import local_checkpoint

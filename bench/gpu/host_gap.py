@@ -18,7 +18,7 @@ from bench.gpu.mixed_trace import measure_trace
 from bench.record import percentile
 from replicas.engine.config import EngineLimits
 from replicas.engine.engine import Engine
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
 

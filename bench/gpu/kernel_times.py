@@ -27,7 +27,7 @@ from replicas.model.attention.triton import TritonBackend
 from replicas.model.batch.inputs import build_inputs, dummy_item
 from replicas.model.build import build_runner
 from replicas.model.hardware.device import compute_capability
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.sampling.sampler import token_counts
 from replicas.protocol import GenerateRequest, SamplingParams

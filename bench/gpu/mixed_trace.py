@@ -21,7 +21,7 @@ from bench.peers.headway_engine import run_engine
 from bench.peers.transformers_batching import ContinuousBatching
 from bench.peers.transformers_generate import StaticGenerate
 from replicas.engine.config import EngineLimits
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
 

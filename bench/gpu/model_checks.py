@@ -18,7 +18,7 @@ from replicas.engine.sequence import Sequence
 from replicas.model.attention.select import choose_attention
 from replicas.model.attention.state_select import choose_states
 from replicas.model.build import build_runner
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import Device, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams

@@ -113,6 +113,8 @@ class TpotController:
 
         `has_decodes`: some of the tokens are those of decodes.
         """
+        if math.isinf(self.target_s):
+            return  # There was no reference step yet.
         window = self._window
         window.num_steps += 1
         window.gaps_s.append(gaps_s)

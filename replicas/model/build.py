@@ -22,7 +22,7 @@ from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedA
 from replicas.model.hardware.device import choose_cache_dtype, compute_capability
 from replicas.model.hardware.device_memory import CudaMemory, MemoryShare, MemoryUse, measure_use
 from replicas.model.loading.facts import choose_state_slots, state_bytes
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling.sampler import has_draw_kernel, token_counts

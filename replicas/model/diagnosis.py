@@ -34,7 +34,8 @@ from replicas.model.layers.latent_attention import store_latents
 from replicas.model.loading.checks import read_weights
 from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
-from replicas.model.loading.loader import LoadedModel, load_model, longest_of
+from replicas.model.loading.loaded_model import LoadedModel
+from replicas.model.loading.loader import load_model, longest_of
 from replicas.model.loading.memory import GpuWeights, gpu_weights
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import model_without_values

@@ -16,7 +16,7 @@ from replicas.model.batch.inputs import NO_LAST_ROWS, InputPlan, LastRows, Poole
 from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor, Span
 from replicas.model.cuda_graphs.padding import PaddedPlan, StepPadding
 from replicas.model.hardware.limits import cpu_limit
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.sampling.logprobs import PendingLogprobs
 from replicas.model.sampling.masks import MaskThreads, PendingMasks
 from replicas.model.sampling.sampler import PendingTokens, SamplingPlan, SamplingPlanner

@@ -18,7 +18,7 @@ from replicas.model.attention.state_torch import TorchStates
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, PendingTensor, no_tokens
 from replicas.model.cuda_graphs.graphs import GraphRunner
 from replicas.model.hardware.device import cache_dtype_name
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.planner import FlatPass, PlannedStep, StepMessage, StepPlanner
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
 from replicas.model.sampling.masks import MaskMessage

@@ -25,7 +25,8 @@ from replicas.model.attention.state_select import choose_states
 from replicas.model.batch.inputs import NO_LAST_ROWS
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.graphs import SMALL_MIXED, GraphRunner, PlannedAttention, step_shapes
-from replicas.model.loading.loader import LoadedModel, load_model
+from replicas.model.loading.loaded_model import LoadedModel
+from replicas.model.loading.loader import load_model
 from replicas.model.loading.options import Device, Dtype, ModelOptions, Quantization
 from replicas.model.loading.tokenizer import make_decoder
 from replicas.model.pooling.heads import PoolHead

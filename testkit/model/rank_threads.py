@@ -15,7 +15,8 @@ import torch
 
 from replicas.engine.engine import Engine
 from replicas.model.cuda_graphs.graphs import PlannedAttention
-from replicas.model.loading.loader import LoadedModel, load_model
+from replicas.model.loading.loaded_model import LoadedModel
+from replicas.model.loading.loader import load_model
 from replicas.model.loading.options import Device, ModelOptions
 from replicas.model.parallel.rank_group import RankGroup
 from replicas.model.parallel.shares import Share

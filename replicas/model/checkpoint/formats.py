@@ -126,6 +126,11 @@ class WeightPart:
     """Cut of the dense weight."""
     whole: Layout
 
+    @property
+    def cuts_inputs(self) -> bool:
+        """True if other ranks hold inputs; they are the second dimension, of experts too. Else they hold outputs."""
+        return self.cut.dim == 1
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:

@@ -17,7 +17,7 @@ from replicas.model.checkpoint.formats import Cut, QuantizedWeight, Weights
 from replicas.model.checkpoint.headers import StoredTensor
 from replicas.model.checkpoint.quantized_linear import QuantizedLinear, concatenate
 from replicas.model.checkpoint.readers import read_quantized, shape_dense
-from replicas.model.checkpoint.weight_parts import StoredSlice, cuts_inputs, is_cut_when_stored
+from replicas.model.checkpoint.weight_parts import StoredSlice, is_cut_when_stored
 
 
 class LazyWeight:
@@ -53,7 +53,7 @@ class WeightReader:
             return self._linear(weight, tensors)
         cut = weight.part.cut
         slices = [(values, StoredSlice.covering(weight, values)) for values in cut.ranges]
-        if cuts_inputs(weight, cut):
+        if weight.part.cuts_inputs:
             [(values, stored)] = slices
             inputs = range(values.start - stored.start, values.stop - stored.start)
             return self._slice(stored).of_inputs(inputs, weight.layout.inputs_per_scale)

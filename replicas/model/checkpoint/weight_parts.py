@@ -124,9 +124,10 @@ def cut_weights(weights: Weights, cutter: Cutter, num_ranks: int) -> Weights:
 
 def _part_of(weight: QuantizedWeight, cut: Cut, num_ranks: int) -> QuantizedWeight:
     whole, parts, shape = weight.layout, weight.parts, cut.shape_of(weight.layout.shape)
+    part = WeightPart(cut, whole)
     if weight.format.name not in _FORMATS:
-        return replace(weight, layout=replace(whole, shape=shape), part=WeightPart(cut, whole))
-    if cuts_inputs(weight, cut):
+        return replace(weight, layout=replace(whole, shape=shape), part=part)
+    if part.cuts_inputs:
         if not has_plain_order(weight):
             raise ModelLoadError(
                 f"tensor_parallel_size is {num_ranks}, which cuts the inputs of {weight.name}; their groups of scales "
@@ -135,17 +136,12 @@ def _part_of(weight: QuantizedWeight, cut: Cut, num_ranks: int) -> QuantizedWeig
         parts = {suffix: tensor for suffix, tensor in parts.items() if suffix not in _ORDERS}
         group = cut.size
         if whole.inputs_per_scale < whole.num_inputs:
-            group = math.gcd(whole.inputs_per_scale, cut.size, *(part.start for part in cut.ranges))
+            group = math.gcd(whole.inputs_per_scale, cut.size, *(values.start for values in cut.ranges))
         layout = replace(whole, num_inputs=cut.size, inputs_per_scale=group, shape=shape)
     else:
         num_outputs = whole.num_outputs // whole.shape[cut.dim] * cut.size
         layout = replace(whole, num_outputs=num_outputs, outputs_per_scale=1, shape=shape)
-    return replace(weight, parts=parts, layout=layout, part=WeightPart(cut, whole))
-
-
-def cuts_inputs(weight: QuantizedWeight, cut: Cut) -> bool:
-    """Return True if a cut of a dense weight goes through its inputs, and not its outputs."""
-    return cut.dim == 1
+    return replace(weight, parts=parts, layout=layout, part=part)
 
 
 def is_cut_when_stored(weight: QuantizedWeight) -> bool:
@@ -166,10 +162,10 @@ class StoredSlice:
         """Return the smallest slice that covers `values` along the cut dimension."""
         assert weight.part is not None
         whole, size = weight.part.whole, weight.part.whole.shape[weight.part.cut.dim]
-        group = whole.inputs_per_scale if cuts_inputs(weight, weight.part.cut) else whole.outputs_per_scale
+        group = whole.inputs_per_scale if weight.part.cuts_inputs else whole.outputs_per_scale
         word = WORD_BITS // math.gcd(WORD_BITS, whole.bits)
         unit = math.lcm(word, group) if group < size else word
-        if weight.format.name == _WITH_EXPERTS and not cuts_inputs(weight, weight.part.cut):
+        if weight.format.name == _WITH_EXPERTS and not weight.part.cuts_inputs:
             unit = 1  # Outputs of one expert follow those of another one.
         return cls(weight, values.start // unit * unit, min(-(-values.stop // unit) * unit, size))
 
@@ -178,7 +174,7 @@ class StoredSlice:
         """Sizes of the slice."""
         assert self.weight.part is not None
         whole, cut, size = self.weight.part.whole, self.weight.part.cut, self.stop - self.start
-        if cuts_inputs(self.weight, cut):
+        if self.weight.part.cuts_inputs:
             return replace(whole, num_inputs=size)
         return replace(whole, num_outputs=whole.num_outputs // whole.shape[cut.dim] * size)
 
@@ -186,7 +182,7 @@ class StoredSlice:
         """Return the dimension and the range of the tensor `suffix` that the slice has; None: the whole tensor."""
         weight = self.weight
         assert weight.part is not None
-        axis = _FORMATS[weight.format.name][suffix][cuts_inputs(weight, weight.part.cut)]
+        axis = _FORMATS[weight.format.name][suffix][weight.part.cuts_inputs]
         shape = weight.parts[suffix].shape
         if axis is None or len(shape) <= axis.dim or shape[axis.dim] == 1:
             return None  # One scale is for all.
@@ -195,10 +191,7 @@ class StoredSlice:
             _Unit.VALUE: (1, 1),
             _Unit.BYTE: (_BYTE_BITS, whole.bits),
             _Unit.WORD: (WORD_BITS, whole.bits),
-            _Unit.GROUP: (
-                whole.inputs_per_scale if cuts_inputs(weight, weight.part.cut) else whole.outputs_per_scale,
-                1,
-            ),
+            _Unit.GROUP: (whole.inputs_per_scale if weight.part.cuts_inputs else whole.outputs_per_scale, 1),
         }[axis.unit]
         is_last = self.stop == whole.shape[weight.part.cut.dim]
         return axis.dim, range(self.start * entries // values, size if is_last else self.stop * entries // values)

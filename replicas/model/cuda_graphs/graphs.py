@@ -24,7 +24,7 @@ from replicas.model.attention.state_cache import StateCache
 from replicas.model.batch.transfers import DeviceBuffer
 from replicas.model.cuda_graphs.buffers import StepBuffers
 from replicas.model.cuda_graphs.padding import PaddedPlan, StepPadding, StepShape
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.sampling.sampler import SampledTokens, sample_greedy
 
 _log = logging.getLogger(__name__)

@@ -37,7 +37,9 @@ def check_model(directory: Path) -> ModelFacts:
     port = AttentionPort(model)
     two_sided = is_two_sided(config)
     layers = probe_shapes(model, port, two_sided=two_sided)
-    from replicas.model.loading.loader import longest_of, tokenizer_of  # Only here: a refusal needs no more libraries.
+    # Only here: a refusal needs no more libraries.
+    from replicas.model.loading.loader import longest_of
+    from replicas.model.loading.vocabulary import tokenizer_of
 
     tokenizer = tokenizer_of(str(directory))  # Kept, since the process's memory counts.
     process_bytes = unshared_bytes(psutil.Process())

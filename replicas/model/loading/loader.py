@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedModel
 
 from replicas.errors import ModelLoadError, UnsupportedModel
-from replicas.model.attention.cpp import can_attend
 from replicas.model.attention.fused_gates import fuse_gates
-from replicas.model.attention.interface import AttentionContext, AttentionPort, AttentionSpec
-from replicas.model.attention.kv_cache import AttentionLayer, LayerGroup, is_quantized
-from replicas.model.attention.layer_groups import group_layers
-from replicas.model.attention.probe import dry_forward, probe_attention
-from replicas.model.attention.recurrent import StateContext
-from replicas.model.attention.state_cache import StateLayer
-from replicas.model.attention.state_select import StateSpec
+from replicas.model.attention.interface import AttentionPort
+from replicas.model.attention.kv_cache import AttentionLayer
+from replicas.model.attention.probe import probe_attention
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
@@ -35,6 +25,7 @@ from replicas.model.layers.fused_decoder import can_fuse
 from replicas.model.layers.kept_experts import round_experts
 from replicas.model.layers.latent_attention import store_checked_latents
 from replicas.model.layers.linear import (
+    KeptLinears,
     choose_linears,
     choose_panels,
     kept_groups,
@@ -46,11 +37,13 @@ from replicas.model.layers.ops import TorchLayerOps
 from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model, panel_products
 from replicas.model.layers.panels import PanelProducts, compile_panels
 from replicas.model.layers.rounding import ROUNDINGS
+from replicas.model.loading.batch_invariance import check_batch_invariance
 from replicas.model.loading.config import read_config
 from replicas.model.loading.facts import choose_max_model_len
-from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions
+from replicas.model.loading.loaded_model import LoadedModel
+from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions, Quantization
+from replicas.model.loading.vocabulary import Vocabulary, tokenizer_of
 from replicas.model.loading.weights import load_weights
-from replicas.model.parallel.cut_logits import CutLogits
 from replicas.model.parallel.joined_layers import join_layers
 from replicas.model.parallel.rank_group import RankGroup
 from replicas.model.parallel.shares import ModelCuts
@@ -58,131 +51,9 @@ from replicas.model.pooling.encoder import NoOutput, TextEncoder
 from replicas.model.pooling.heads import PoolHead, classifier_head, embedding_head, score_head
 from replicas.model.pooling.kinds import first_position, has_output_layer, is_two_sided, tells_pairs_apart
 from replicas.model.pooling.tap import HiddenTap
-from replicas.text.tokenizer_files import load_tokenizer
-
-_log = logging.getLogger(__name__)
 
 LENGTH_DEPENDENT_ENCODINGS = ("dynamic", "longrope")
 """Rotary position encodings that transformers changes once a sequence exceeds the model's original length."""
-
-_PRODUCTS = frozenset(("linear", "mm", "addmm", "bmm", "baddbmm", "mv", "_grouped_mm", "_linear_pointwise"))
-"""Products of torch, and of oneDNN through it."""
-
-_MAX_SHOWN_TOKENS = 5
-"""Most tokens that one note names."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """Model that is ready to run, and its constants."""
-
-    model_id: str
-    model: PreTrainedModel
-    port: AttentionPort
-    """Connection of the model's attention layers to the context of each forward pass."""
-    hidden: HiddenTap
-    """Tap of the hidden states that are pooled."""
-    layers: tuple[AttentionLayer, ...]
-    """Attention shapes of the layers with a KV cache, in order of index."""
-    tokenizer: PreTrainedTokenizerFast | None
-    """Tokenizer; None if the model's directory has no tokenizer files."""
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    dtype: torch.dtype
-    device: torch.device
-    has_kernels: bool = False
-    """True if the compiled CPU kernels are loaded and support `dtype`."""
-    weights: str = ""
-    """Format of the weights in the checkpoint and in memory, for people; empty: not known."""
-    is_batch_invariant: bool = False
-    """True if the model computes with `BatchInvariantOps`, which need Triton."""
-    notes: tuple[str, ...] = ()
-    """Faults of the checkpoint with which it is served all the same, a sentence each."""
-    head: PoolHead | None = None
-    """Head of pooled outputs; None: the model has no pooling."""
-    generates: bool = True
-    """True if the model generates tokens."""
-    two_sided_layers: tuple[AttentionLayer, ...] = ()
-    """Attention shapes of the layers whose tokens see those behind them. They have no KV cache."""
-    ranks: RankGroup | None = None
-    """Ranks that have the other parts of the model; None: the model is whole."""
-
-    @property
-    def agree(self) -> Agree:
-        """Agreement of the ranks that compute the model."""
-        return alone if self.ranks is None else self.ranks.all_true
-
-    @property
-    def cut_logits(self) -> CutLogits | None:
-        """Join of the logits of several ranks; None: `logits` returns those of all tokens."""
-        return None if self.ranks is None else CutLogits(self.ranks, self.vocab_size)
-
-    def ops(self) -> AbstractContextManager[object]:
-        """Return the context in which the model's operations are those that it was loaded for."""
-        if not self.is_batch_invariant:
-            return nullcontext()
-        from replicas.model.layers.batch_invariant import BatchInvariantOps  # Only torch for CUDA installs Triton.
-
-        return BatchInvariantOps()  # type: ignore[no-untyped-call]
-
-    @property
-    def is_two_sided(self) -> bool:
-        """True if a token sees the tokens behind it, so that a text is computed whole, without a KV cache."""
-        return bool(self.two_sided_layers)
-
-    @property
-    def state_layers(self) -> tuple[StateLayer, ...]:
-        """Shapes of the recurrent layers' states, in order of index; empty: the model has none."""
-        return self.port.recurrent.layers
-
-    def logits(
-        self,
-        context: AttentionContext,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        rows: Tensor | int,
-        states: StateContext | None = None,
-    ) -> Tensor:
-        """Run a forward pass with attention by `context` and return logits [num_rows, vocab_size] in `dtype`.
-
-        Of several ranks each returns the logits of its part of the tokens. `states` are those of recurrent layers.
-
-        Ids and positions are [1, num_tokens] int64. `rows` [num_rows] int64 are the tokens whose logits are returned;
-        0 means all.
-        """
-        with self.port.using(context, states), self.ops():
-            output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
-        logits: Tensor = output.logits[0]
-        return logits
-
-    def layer_groups(self, cache_dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-        """Return the groups of layers, each with block tables of its own, in a KV cache of `cache_dtype`."""
-        return group_layers(self.layers, self.max_model_len, cache_dtype)
-
-    def attention_spec(self, block_size: int, cache_dtype: torch.dtype | None = None) -> AttentionSpec:
-        """Return the model's requirements on attention over blocks of `block_size` tokens.
-
-        `cache_dtype` is the number format of the KV cache; None: the model's.
-        """
-        quantized = cache_dtype if cache_dtype is not None and is_quantized(cache_dtype) else None
-        return AttentionSpec(
-            self.layers,
-            block_size,
-            self.max_model_len,
-            self.dtype,
-            self.device,
-            self.has_kernels,
-            quantized,
-            self.is_batch_invariant,
-        )
-
-    def state_spec(self, block_size: int) -> StateSpec:
-        """Return the model's requirements on recurrent state with boundaries every `block_size` tokens."""
-        return StateSpec(
-            self.state_layers, block_size, self.dtype, self.device, self.is_batch_invariant, self.has_kernels
-        )
 
 
 def _default_num_threads() -> int:
@@ -210,13 +81,8 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     agree = alone if ranks is None else ranks.all_true
     products = choose_products(config, options, dtype, device, agree)
-    rounds_again = options.quantization in ROUNDS_AGAIN
     cuts = None if ranks is None else ModelCuts(config, ranks.share)
-    kept = kept_groups() if has_kernels and not rounds_again else None
-    if products is not None:
-        kept = kept_panels(products, options.quantization, rounds_again=rounds_again)
-    elif cuts is not None and options.quantization != "none":
-        kept = rounded_parts(dtype, has_kernels, options.quantization, rounds_again=rounds_again)
+    kept = _choose_kept(options.quantization, dtype, has_kernels, products, is_cut=cuts is not None)
     weights = load_weights(options.path, config, dtype, device, kept=kept, cuts=cuts)
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
     remove_waits(model)
@@ -240,11 +106,11 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
     port.recurrent.pad_gates()
     if device.type == "cuda":
         fuse_gates(port.recurrent)
-    configured_ids, end_id = _configured_eos_token_ids(model), getattr(tokenizer, "eos_token_id", None)
-    eos_token_ids = configured_ids if end_id is None else configured_ids | {end_id}
-    is_batch_invariant = options.batch_invariant and _check_batch_invariance(model, port, layers, has_kernels)
+    vocabulary = Vocabulary.of(model, tokenizer, vocab_size)
+    is_batch_invariant = options.batch_invariant and check_batch_invariance(model, port, layers, has_kernels)
     if ranks is not None:
         join_layers(model, ranks, vocab_size)
+    rounding = "" if options.quantization == "none" else f"; quantization {options.quantization}"
     return LoadedModel(
         model_id=options.path,
         model=model,
@@ -255,17 +121,13 @@ def load_model(options: ModelOptions, ranks: RankGroup | None = None) -> LoadedM
         tokenizer=tokenizer,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        eos_token_ids=frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size),
+        eos_token_ids=vocabulary.eos_token_ids,
         dtype=dtype,
         device=device,
         has_kernels=has_kernels,
-        weights=weights.description,
+        weights=weights.description + rounding,
         is_batch_invariant=is_batch_invariant,
-        notes=(
-            *_tokenizer_notes(tokenizer, vocab_size),
-            *(_eos_notes(configured_ids, tokenizer, vocab_size) if generates else ()),
-            *head_notes,
-        ),
+        notes=(*vocabulary.notes(generates=generates), *head_notes),
         head=head,
         generates=generates,
         ranks=ranks,
@@ -337,6 +199,21 @@ def choose_products(
     return products
 
 
+def _choose_kept(
+    quantization: Quantization, dtype: torch.dtype, has_kernels: bool, products: PanelProducts | None, *, is_cut: bool
+) -> KeptLinears | None:
+    """Return the layers that keep the bits of a checkpoint or round weights while they are read; None: there are none.
+
+    A whole model on a CPU rounds its layers later.
+    """
+    rounds_again = quantization in ROUNDS_AGAIN
+    if products is not None:
+        return kept_panels(products, quantization, rounds_again=rounds_again)
+    if is_cut and quantization != "none":
+        return rounded_parts(dtype, has_kernels, quantization, rounds_again=rounds_again)
+    return kept_groups() if has_kernels and not rounds_again else None
+
+
 def _refuse_options(options: ModelOptions, num_ranks: int) -> None:
     """Raise ModelLoadError for an option that several ranks do not support."""
     if options.compile_layers or options.batch_invariant:
@@ -403,104 +280,6 @@ def _optimize(
     compile_panels(model)
 
 
-class _TorchProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that notes torch's products of 16-bit numbers, whose order of sums may depend on the number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        if name in _PRODUCTS and args[0].itemsize == 2:
-            self.found.add(name)
-        with self:  # A composite operation is made of others.
-            decomposed = func.decompose(*args, **kwargs)
-        return func(*args, **kwargs) if decomposed is NotImplemented else decomposed
-
-
-def _refuse_torch_sums(
-    model: PreTrainedModel, port: AttentionPort, layers: tuple[AttentionLayer, ...], has_kernels: bool
-) -> None:
-    """Raise ModelLoadError if torch adds up 16-bit numbers in the model on a CPU, and not the compiled kernels."""
-    needed = f"batch_invariant is true; in {model.dtype} on a CPU that needs the compiled kernels"
-    if not has_kernels:
-        raise ModelLoadError(needed)
-    if not can_attend(layers):
-        raise ModelLoadError(f"{needed}, which do not support the sizes of the model's heads")
-    with _TorchProducts() as products:
-        dry_forward(model, port, [3, 4, 5, 6])
-    if products.found:
-        raise ModelLoadError(f"{needed}, and the model also uses torch's {', '.join(sorted(products.found))}")
-
-
-def _check_batch_invariance(
-    model: PreTrainedModel, port: AttentionPort, layers: tuple[AttentionLayer, ...], has_kernels: bool
-) -> bool:
-    """Return True if the model must compute with `BatchInvariantOps`; False on a CPU, where it need not.
-
-    Raises:
-        ModelLoadError: the kernels that it needs do not work here, or do not support the model.
-        UnsupportedModel: its code has an operation without a batch-invariant kernel.
-    """
-    device, dtype = model.device, model.dtype
-    if device.type == "cpu":
-        if dtype != torch.float32:
-            _refuse_torch_sums(model, port, layers, has_kernels)
-        _log.info("batch_invariant changes nothing on a CPU: no sequence's tokens depend on others there")
-        return False
-    try:
-        from replicas.model.layers.batch_invariant import check_products, refuse_others
-    except ImportError as error:
-        raise ModelLoadError(f"batch_invariant is true, which needs Triton: {error}") from error
-    fault = check_products(dtype, device)
-    if fault is not None:
-        raise ModelLoadError(f"batch_invariant is true, and its kernels do not work here: {fault}")
-    refuse_others(model.config.model_type, lambda: dry_forward(model, port, [3, 4, 5, 6]))
-    return True
-
-
-def tokenizer_of(model: str) -> PreTrainedTokenizerFast | None:
-    """Return the tokenizer of a model; None if its directory has no tokenizer files.
-
-    Raises:
-        ModelLoadError: it cannot be loaded.
-    """
-    directory = Path(model)
-    if directory.is_dir() and not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    try:
-        return load_tokenizer(model)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"cannot load the tokenizer of model {model!r}: {error}") from error
-
-
-def _tokenizer_notes(tokenizer: PreTrainedTokenizerFast | None, vocab_size: int) -> Iterator[str]:
-    """Yield a note if the tokenizer has tokens that the model has no row for."""
-    known = {} if tokenizer is None else tokenizer.get_vocab()
-    unknown = sorted((token_id, token) for token, token_id in known.items() if token_id >= vocab_size)
-    if unknown:
-        shown = ", ".join(f"`{token}` ({token_id})" for token_id, token in unknown[:_MAX_SHOWN_TOKENS])
-        more = f" and {len(unknown) - _MAX_SHOWN_TOKENS} more" if len(unknown) > _MAX_SHOWN_TOKENS else ""
-        yield f"the model has {vocab_size} tokens; its tokenizer also has {shown}{more}: texts with them are refused"
-
-
-def _eos_notes(
-    configured_ids: frozenset[int], tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
-) -> Iterator[str]:
-    """Yield a note if the configs name end tokens outside the vocabulary, and one if they lack the tokenizer's."""
-    unknown = sorted(token_id for token_id in configured_ids if not 0 <= token_id < vocab_size)
-    if unknown:
-        listed = ", ".join(map(str, unknown))
-        yield f"the model has {vocab_size} tokens; its eos_token_id also names {listed}, which it never generates"
-    token_id = None if tokenizer is None else tokenizer.eos_token_id
-    if tokenizer is None or token_id is None or token_id in configured_ids or token_id >= vocab_size:
-        return
-    token, listed = f"`{tokenizer.eos_token}` ({token_id})", ", ".join(map(str, sorted(configured_ids))) or "none"
-    yield f"eos_token_id ({listed}) lacks the tokenizer's end token {token}, which ends a sequence all the same"
-
-
 def longest_of(config: PretrainedConfig) -> int | None:
     """Return the most tokens of a sequence that the position encoding serves unchanged; None: the config names none."""
     text_config = config.get_text_config(decoder=True)
@@ -515,12 +294,3 @@ def longest_of(config: PretrainedConfig) -> int | None:
             # long sequence would change the other sequences of its batch.
             longest = min(longest, encoding.get("original_max_position_embeddings") or longest)
     return longest
-
-
-def _configured_eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the tokens that end a sequence by the generation config, or else by the model's config."""
-    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
-        named = getattr(config, "eos_token_id", None)
-        if named is not None:
-            return frozenset(named if isinstance(named, list) else [named])
-    return frozenset()

@@ -14,7 +14,8 @@ from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError
 from replicas.model.build import build_fitted, warm_up
 from replicas.model.hardware.device import choose_device
-from replicas.model.loading.loader import LoadedModel, load_model
+from replicas.model.loading.loaded_model import LoadedModel
+from replicas.model.loading.loader import load_model
 from replicas.model.parallel.rank_group import RankGroup
 from replicas.model.parallel.shares import Share
 from replicas.model.ranks.leading_runner import LeadingRunner

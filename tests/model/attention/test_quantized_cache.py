@@ -17,7 +17,7 @@ from replicas.model.attention.kv_cache import AttentionLayer, KVCache, bytes_per
 from replicas.model.attention.select import check_attention, choose_attention
 from replicas.model.build import build_runner
 from replicas.model.hardware.device import choose_cache_dtype
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import Dtype, Quantization, RunnerOptions
 from replicas.protocol import GenerateRequest, SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint

@@ -19,7 +19,7 @@ from replicas.model.attention.kv_cache import KVCache, LayerCache
 from replicas.model.attention.select import FlashAndTriton, choose_attention
 from replicas.model.batch.inputs import BatchInputs, build_inputs, dummy_item
 from replicas.model.hardware.selfcheck import Agree, alone
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import (
     Sizes,

@@ -16,7 +16,7 @@ from replicas.model.attention.state_select import StateSpec, check_steps, choose
 from replicas.model.attention.state_torch import TorchStates
 from replicas.model.layers.gated_delta_net import GatedDeltaNet
 from replicas.model.layers.hybrid_decoder import HybridDecoder
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint, cached_reference
 from testkit.model.compiled_kernels import with_threads

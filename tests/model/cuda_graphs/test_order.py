@@ -28,7 +28,7 @@ from replicas.model.batch.inputs import dummy_item
 from replicas.model.batch.transfers import DeviceToHostBuffer, begin_copy
 from replicas.model.build import build_runner, warm_up
 from replicas.model.hardware.device_memory import MemoryUse
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model.runner import TorchModelRunner

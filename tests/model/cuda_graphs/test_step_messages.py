@@ -9,7 +9,7 @@ import pytest
 from bench.gpu.model_checks import check_replay
 from replicas.engine.engine import Engine
 from replicas.model.cuda_graphs.graphs import PlannedAttention
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.planner import StepMessage
 from replicas.model.runner import RunningStep, TorchModelRunner
 from replicas.model.sampling.masks import MaskMessage

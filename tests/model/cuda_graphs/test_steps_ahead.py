@@ -14,7 +14,7 @@ from replicas.model.attention.kv_cache import KVCache
 from replicas.model.batch.inputs import dummy_item
 from replicas.model.cuda_graphs.graphs import GraphRunner, PlannedAttention, bucket_sizes, largest_mixed, step_shapes
 from replicas.model.cuda_graphs.padding import StepPadding, StepShape
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model_replica import Backend, _engine_config

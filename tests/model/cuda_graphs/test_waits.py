@@ -24,7 +24,8 @@ from replicas.model.cuda_graphs.graphs import GraphRunner
 from replicas.model.cuda_graphs.padding import StepShape
 from replicas.model.layers import experts
 from replicas.model.layers.experts import ExpertLayer, Routing, replace_experts
-from replicas.model.loading.loader import LoadedModel, remove_waits
+from replicas.model.loading.loaded_model import LoadedModel
+from replicas.model.loading.loader import remove_waits
 from replicas.model.pooling.tap import HiddenTap
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import load

@@ -12,7 +12,8 @@ import pytest
 
 from replicas.engine.engine import Engine
 from replicas.model.attention.cpp import CppAttention
-from replicas.model.loading.loader import LoadedModel, load_model
+from replicas.model.loading.loaded_model import LoadedModel
+from replicas.model.loading.loader import load_model
 from replicas.model.loading.options import ModelOptions
 from replicas.protocol import GenerateRequest, SamplingParams, TokenDelta, merge
 from replicas.text.grammar import GrammarCompiler, json_schema_grammar

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from replicas.model.attention.cpp import CppAttention
 from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import AttentionBackend
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.protocol import GenerateRequest, SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint, cached_reference
 from testkit.model.compiled_kernels import need_kernels

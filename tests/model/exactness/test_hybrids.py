@@ -11,7 +11,7 @@ import pytest
 from replicas.engine.batch import LaunchedStep, ScheduledBatch, StepResults
 from replicas.engine.engine import Engine
 from replicas.model.attention.cpp import CppAttention
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import Dtype
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import GenerateRequest, SamplingParams, TokenDelta

@@ -27,7 +27,7 @@ from replicas.model.layers.rounding import ROUNDINGS
 from replicas.model.layers.triton_panels import TritonPanels, divide_panels
 from replicas.model.loading import loader
 from replicas.model.loading.config import read_config
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.memory import weights_on_gpu
 from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions
 from replicas.model.loading.weights import load_weights

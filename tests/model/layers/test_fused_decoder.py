@@ -15,7 +15,7 @@ from replicas.model.attention.probe import probe_attention
 from replicas.model.layers.cpp_decoder import CppDecoder
 from replicas.model.layers.fused_decoder import FusedDecoder, can_fuse
 from replicas.model.layers.optimize import cpu_modules, optimize_model
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.protocol import GenerateRequest, SamplingParams
 from testkit.model.engine_runs import (
     Sizes,

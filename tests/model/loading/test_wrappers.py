@@ -17,7 +17,8 @@ from replicas.model.checkpoint import lazy_weights
 from replicas.model.diagnosis import memory_of
 from replicas.model.loading.check_model import check_model
 from replicas.model.loading.config import read_config
-from replicas.model.loading.loader import LoadedModel, longest_of
+from replicas.model.loading.loaded_model import LoadedModel
+from replicas.model.loading.loader import longest_of
 from replicas.model.loading.memory import replica_memory
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.protocol import SamplingParams

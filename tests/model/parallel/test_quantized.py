@@ -16,7 +16,7 @@ from replicas.model.checkpoint.weight_parts import cut_weights
 from replicas.model.loading.checks import read_weights
 from replicas.model.loading.config import read_config
 from replicas.model.loading.gguf import convert
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import DEFAULT_KERNEL_CACHE_DIR, Quantization
 from replicas.model.parallel.shares import ModelCuts, Share
 from replicas.protocol import SamplingParams

@@ -9,7 +9,7 @@ import torch
 
 from replicas.errors import SequenceFailed
 from replicas.model.attention.cpp import CppAttention
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.protocol import (
     Band,
     FinishReason,

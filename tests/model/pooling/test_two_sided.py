@@ -15,7 +15,7 @@ from replicas.engine.engine import Engine
 from replicas.errors import UnsupportedModel
 from replicas.model.build import build_fitted, warm_up
 from replicas.model.loading.check_model import check_model
-from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.protocol import GenerateRequest, PoolParams, SamplingParams
 from testkit.model.engine_runs import Sizes, engine_over, load, random_prompts, run

@@ -62,6 +62,7 @@ EDGE = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "MALLOC_ARENA_MAX": "2",
 }
 """Environment of every node of a cluster: its proxies have the edge of `headway serve` and are replaced as soon."""
 
