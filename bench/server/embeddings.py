@@ -153,6 +153,8 @@ def _engine_embedder(path: Path, arguments: argparse.Namespace) -> Iterator[Embe
         warm_runner(loaded, limits, RunnerOptions()),
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_queued_requests=arguments.texts,
+        max_queued_tokens=arguments.texts * _LONGEST,
         whole_prompts=loaded.is_two_sided,
     )
     params = PoolParams(head.card.task, head.card.pooling)
