@@ -255,13 +255,20 @@ async def _result(call: Callable[..., Any], *args: object, **kwargs: object) -> 
 async def _results(call: Callable[..., Any], *args: object, **kwargs: object) -> AsyncGenerator[Any, None]:
     """Yield the results of a streamed handle call. Closing the generator cancels the call.
 
+    The call is cancelled, and never a task that waits for its next result: gRPC (1.85) would not free what it has
+    allocated for that wait.
+
     Raises:
         ServingError: the call failed, or the replica gave it up.
     """
     response = in_own_context(call, *args, **kwargs)
     try:
-        async for result in response:
-            yield result
+        while True:
+            waiting = asyncio.create_task(response.__anext__())
+            waiting.add_done_callback(_retrieve_error)
+            yield await asyncio.shield(waiting)
+    except StopAsyncIteration:
+        return
     except asyncio.CancelledError:
         if not is_cancelled():
             raise ReplicaLost("the replica gave up the request", has_died=False) from None
@@ -270,6 +277,12 @@ async def _results(call: Callable[..., Any], *args: object, **kwargs: object) ->
         raise _as_serving_error(error) from error
     finally:
         response.cancel()
+
+
+def _retrieve_error(task: asyncio.Task[Any]) -> None:
+    """Retrieve the error of a task that may have nobody who waits for it: asyncio would log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) -> Any:

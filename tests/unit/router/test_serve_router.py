@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from replicas.errors import ReplicaLost
+from replicas.transport.wire import ChannelId
 from router.scaling.ingress_reports import IngressGossip, PollReply
-from router.serve_router import ServeReplicaClient
+from router.serve_router import ServeReplicaClient, ServeTransport
 from testkit.router.simulated_replicas import stats
 
 
@@ -58,3 +59,37 @@ async def test_a_caller_that_is_cancelled_gets_no_error_in_its_place() -> None:
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
+
+
+class Response:
+    """Streamed answer without results; gRPC frees what it has allocated for a wait if the call is cancelled first."""
+
+    def __init__(self) -> None:
+        self._is_cancelled = asyncio.Event()
+        self.ends: list[str] = []
+
+    def cancel(self) -> None:
+        self._is_cancelled.set()
+
+    async def __anext__(self) -> Any:
+        try:
+            await self._is_cancelled.wait()
+        except asyncio.CancelledError:
+            self.ends.append("the wait was cancelled")
+            raise
+        self.ends.append("the call was cancelled")
+        raise RuntimeError("nobody waits for this any more")
+
+
+async def test_a_reader_that_is_cancelled_cancels_the_call_and_no_wait_for_its_results() -> None:
+    response = Response()
+    handle: Any = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_, **__: response))
+    results = ServeTransport(handle).submit([], [], ChannelId("ingress", 1))
+    reading = asyncio.create_task(anext(results))
+    await asyncio.sleep(0.01)
+    assert not response.ends
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await asyncio.sleep(0.01)
+    assert response.ends == ["the call was cancelled"]
