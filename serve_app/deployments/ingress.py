@@ -19,7 +19,7 @@ from serve_app.deployments.process import (
     log_through_serve,
     this_replica_id,
 )
-from serve_app.deployments.serve_hooks import listen_on_loopback, on_removal
+from serve_app.deployments.serve_hooks import free_cancelled_streams, listen_on_loopback, on_removal
 from serve_app.http.gate import Gate
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsService
@@ -53,6 +53,7 @@ class Ingress:
     ) -> None:
         log_through_serve()
         listen_on_loopback()
+        free_cancelled_streams()
         return_freed_memory()
         trim_heaps()
         settings = settings.with_model(await asyncio.to_thread(local_checkpoint, settings.model_path))

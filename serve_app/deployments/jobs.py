@@ -22,7 +22,7 @@ from serve_app.deployments.process import (
     log_through_serve,
     this_replica_id,
 )
-from serve_app.deployments.serve_hooks import listen_on_loopback
+from serve_app.deployments.serve_hooks import free_cancelled_streams, listen_on_loopback
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.api.responses import ResponsesService
 from serve_app.jobs.client import answer
@@ -52,6 +52,7 @@ class Jobs:
     ) -> None:
         log_through_serve()
         listen_on_loopback()
+        free_cancelled_streams()
         settings = settings.with_model(await asyncio.to_thread(local_checkpoint, settings.model_path))
         # The threads that check files and write to the database compute for long stretches. With Python's default of
         # 5 ms the event loop, which answers submissions, would wait that long for the GIL each time.

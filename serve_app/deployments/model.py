@@ -26,7 +26,7 @@ from router.scaling.ingress_reports import (
     PollReply,
 )
 from serve_app.deployments.process import log_through_serve
-from serve_app.deployments.serve_hooks import listen_on_loopback
+from serve_app.deployments.serve_hooks import free_cancelled_streams, listen_on_loopback
 from serve_app.models.local_models import local_checkpoint
 from serve_app.monitoring.ray_metrics import Instruments, engine_exporter, export_forever
 from serve_app.process import trim_heaps, without_collection
@@ -47,6 +47,7 @@ class Model:
 
         log_through_serve()
         listen_on_loopback()
+        free_cancelled_streams()
         settings = settings.with_model(await asyncio.to_thread(local_checkpoint, settings.model_path))
         self._board = IngressReportBoard(time.monotonic)
         self._ingresses = IngressLiveness(max(MAX_REPORT_AGE_S, 3 * settings.load_poll_period_s), time.monotonic)
