@@ -101,8 +101,9 @@ def _formats(result: Result) -> Rows:
 
 
 def _targets(result: Result) -> Rows:
-    last = [turn["num_interactive"] for turn in result["turns"]].index(0) + 2  # Every turn ends with the batch alone.
-    for turn in result["turns"][-last:]:
+    kinds = ((turn["num_interactive"], turn["num_batch"], turn["tpot_target_ms"] is None) for turn in result["turns"])
+    last = dict(zip(kinds, result["turns"], strict=True))  # Of each kind the last turn.
+    for turn in last.values():
         yield (
             f"{turn['num_interactive']} and {turn['num_batch']}",
             cell(turn["tpot_target_ms"], ".0f"),
