@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "numbers.h"
+#include "vectors.h"
 #include "quantization.h"
 
 namespace headway {
@@ -53,14 +53,12 @@ inline void add_all_values(const float* weights, const T* const* values, int num
   for (; d < size; d += kLanes) add_values<R, 1>(weights, values, d, num_keys, sums, size);
 }
 
-// Calls f for four rows at a time, then for the rest. The number of rows is a compile-time constant in each call.
-template <typename F>
-inline void for_row_groups(int64_t num_rows, const F& f) {
-  int64_t row = 0;
-  for (; row + 4 <= num_rows; row += 4) f(std::integral_constant<int, 4>(), row);
-  if (num_rows - row == 3) f(std::integral_constant<int, 3>(), row);
-  if (num_rows - row == 2) f(std::integral_constant<int, 2>(), row);
-  if (num_rows - row == 1) f(std::integral_constant<int, 1>(), row);
+// Calls f for the most rows whose sums fit the registers at a time, then for the rest. The number of rows is a
+// compile-time constant in each call.
+template <int R = std::max(kSums / 4, 1), typename F>
+inline void for_row_groups(int64_t num_rows, const F& f, int64_t row = 0) {
+  for (; row + R <= num_rows; row += R) f(std::integral_constant<int, R>(), row);
+  if constexpr (R > 1) for_row_groups<R - 1>(num_rows, f, row);
 }
 
 // Softmax state of a row: the sum of weighted values [size], the highest score so far, and the sum of weights. Weights

@@ -55,7 +55,7 @@ inline Floats nibble_values(Words words, int shift) {
   return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, shift), _mm512_load_ps(table.values));
 #else
   if constexpr (std::is_same_v<W, Nibbles>) {
-    return __builtin_convertvector((Ints)((words >> shift) & 15u) - 8, Floats);
+    return convert<Floats>((Ints)((words >> shift) & 15u) - 8);
   } else {
     Floats found;
     for (int lane = 0; lane < kLanes; lane++) found[lane] = table.values[(words[lane] >> shift) & 15u];
@@ -80,14 +80,11 @@ struct WidenedProducts {
   template <int N>
   static Weight weights(const W* from) {
     if constexpr (kIsNibbles<W>) {
-      Words words;
-      std::memcpy(&words, from, sizeof words);
+      const Words words = read<Words>(from);
       return {nibble_values<W>(words, 4 * N), nibble_values<W>(words, 16 + 4 * N)};
     } else {
-      ShortInts pairs;
-      std::memcpy(&pairs, from + N * sizeof pairs, sizeof pairs);
-      const Ints wide = __builtin_convertvector(pairs, Ints);
-      return {__builtin_convertvector((wide << 24) >> 24, Floats), __builtin_convertvector(wide >> 8, Floats)};
+      const Ints wide = convert<Ints>(read<ShortInts>(from + N * sizeof(ShortInts)));
+      return {convert<Floats>((wide << 24) >> 24), convert<Floats>(wide >> 8)};
     }
   }
   static Sum add(Sum sum, Row row, Weight weight) {

@@ -6,12 +6,12 @@
 #include <limits>
 #include <type_traits>
 
-#include "numbers.h"
+#include "vectors.h"
 
 namespace headway {
 
 constexpr int64_t kPanel = 2 * kLanes;
-constexpr int kRows = 12;                       // most rows computed together: their sums fill the registers
+constexpr int kRows = 3 * kSums / 4;            // most rows computed together: their sums fill the registers
 constexpr int64_t kRowBlockBytes = 256 * 1024;  // a block of input rows, which stays in the cache for all panels
 constexpr int64_t kMaxChunkBytes = 256 * 1024;  // weights of one chunk of a parallel multiplication
 constexpr int64_t kBytesAhead = 4096;           // prefetch distance of weights that are used once
@@ -55,8 +55,7 @@ struct Products<BFloat16, BFloat16> {
   };
   static Row read_row(const BFloat16* from) { return {widen(from[0]), widen(from[1])}; }
   static Weight read_weight(const BFloat16* from) {
-    Words pairs;
-    std::memcpy(&pairs, from, sizeof pairs);
+    const Words pairs = read<Words>(from);
     return {(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)};
   }
   static Sum add(Sum sum, Row row, Weight weight) {
@@ -82,6 +81,27 @@ struct Products<int16_t, int8_t> {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
   }
   static Sum add(Sum sum, Row row, Weight weight) { return (Sum)_mm512_dpwssd_epi32((__m512i)sum, row, weight); }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  using Row = __m256i;
+  struct Weight {
+    __m256i parts[2];
+  };
+  static Row read_row(const int16_t* from) {
+    int32_t pair;
+    std::memcpy(&pair, from, sizeof pair);
+    return _mm256_set1_epi32(pair);
+  }
+  static Weight read_weight(const int8_t* from) {
+    const auto part = [&](int index) {
+      return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + index));
+    };
+    return {part(0), part(1)};
+  }
+  static Sum add(Sum sum, Row row, const Weight& weight) {
+    return by_parts<Sum>([&](auto i) HEADWAY_INLINE {
+      return (Sum::Part)_mm256_add_epi32((__m256i)sum.parts[i], _mm256_madd_epi16(row, weight.parts[i]));
+    });
+  }
 #else
   struct Row {
     int32_t first, second;
@@ -91,16 +111,14 @@ struct Products<int16_t, int8_t> {
   };
   static Row read_row(const int16_t* from) { return {from[0], from[1]}; }
   static Weight read_weight(const int8_t* from) {
-    ShortInts pairs;
-    std::memcpy(&pairs, from, sizeof pairs);
-    const Ints wide = __builtin_convertvector(pairs, Ints);
+    const Ints wide = convert<Ints>(read<ShortInts>(from));
     return {(wide << 24) >> 24, wide >> 8};
   }
   static Sum add(Sum sum, Row row, Weight weight) {
     return sum + row.first * weight.first + row.second * weight.second;
   }
 #endif
-  static Floats result(Sum sum) { return __builtin_convertvector(sum, Floats); }
+  static Floats result(Sum sum) { return convert<Floats>(sum); }
 };
 
 // Two 4-bit weights, of the values -8 to 7.

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "numbers.h"
+#include "vectors.h"
 
 namespace headway {
 
@@ -62,13 +62,10 @@ inline Floats load(const int8_t* from) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #elif defined(__AVX2__)
-  Floats values;
-  for (int half = 0; half < 2; half++) {
+  return by_parts<Floats>([&](auto half) HEADWAY_INLINE {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + half * 8));
-    const __m256 wide = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-    std::memcpy(reinterpret_cast<float*>(&values) + half * 8, &wide, sizeof wide);
-  }
-  return values;
+    return (Floats::Part)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  });
 #else
   Floats values;
   for (int lane = 0; lane < kLanes; lane++) values[lane] = from[lane];
@@ -84,10 +81,15 @@ inline Floats load(const Float8* from) {
   const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
   return (Floats)_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(static_cast<int16_t>(0xbfff))));
 #else
-  typedef uint8_t Bytes __attribute__((vector_size(16)));
-  Bytes bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
-  const Words words = __builtin_convertvector(bytes, Words), magnitude = words & 0x7f;
+#if defined(__AVX2__)
+  const Words words = by_parts<Words>([&](auto half) HEADWAY_INLINE {
+    const void* bytes = from + half * 8;
+    return (Words::Part)_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(bytes)));
+  });
+#else
+  const Words words = convert<Words>(read<Bytes>(from));
+#endif
+  const Words magnitude = words & 0x7f;
   // A number with the exponent 0 has no leading one. It gets one, which is subtracted again.
   const Words is_small = (Words)(magnitude < 8);
   const Words bits = (magnitude << 20) + (112u << 23) + (is_small & (1u << 23));

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "layer_math.h"
-#include "numbers.h"
+#include "vectors.h"
 #include "phases.h"
 
 namespace headway {
@@ -150,10 +150,10 @@ inline float dot(const float* a, const float* b, int64_t size) {
 }
 
 // Computes to [num, width] = rows [num, size] times matrix [size, width].
-template <int R = 8>
+template <int R = kSums / 2>
 inline void multiply_rows(const float* rows, int64_t num, const float* matrix, int64_t size, int64_t width, float* to) {
   for (; num >= R; num -= R, rows += R * size, to += R * width)
-    for_columns<R < 2 ? 8 : 16 / R>(width, [&](auto n, int64_t column) HEADWAY_INLINE {
+    for_columns<R < 2 ? kSums / 2 : kSums / R>(width, [&](auto n, int64_t column) HEADWAY_INLINE {
       constexpr int N = n;
       Floats sums[R * N] = {};
       const float* from = matrix + column;
@@ -175,7 +175,7 @@ inline void multiply_rows(const float* rows, int64_t num, const float* matrix, i
                                    int64_t num, int64_t size, int64_t width, float* to) {
   constexpr int R = 4;
   for (int64_t k = 0; k < size; k += R)
-    for_columns<4>(width, [&](auto n, int64_t column) HEADWAY_INLINE {
+    for_columns<std::max(kSums / 4, 1)>(width, [&](auto n, int64_t column) HEADWAY_INLINE {
       constexpr int N = n;
       Floats sums[R * N];
       repeat<R * N>([&](auto i) HEADWAY_INLINE {
