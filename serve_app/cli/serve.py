@@ -24,6 +24,7 @@ from serve_app.cli.options.serve_command import ServeCommand, show_all, with_das
 from serve_app.cli.server.access_lines import LogFormat
 from serve_app.cli.server.data_folder import own_data_dir
 from serve_app.cli.server.disk_space import free_bytes, lack_of_space
+from serve_app.cli.server.kernels import kernels_compiled
 from serve_app.cli.server.own_session import run_in_own_session
 from serve_app.cli.server.ports import Address, reserved
 from serve_app.cli.server.private_cluster import MAX_CONNECTIONS_PER_ADDRESS, StartLimits
@@ -101,7 +102,8 @@ def serve(
     options = ListenOptions(address, limit, front, api_key, log_format, access_log)
     with contextlib.ExitStack() as held:  # by the server's process, too, which is forked
         _reserve(address, held)
-        checked = _with_model(checked)
+        with kernels_compiled(checked):
+            checked = _with_model(checked)
         try:
             checked = held.enter_context(own_data_dir(checked, address))
             log_path = held.enter_context(new_log_file(Path(checked.data_dir) / "logs", port))

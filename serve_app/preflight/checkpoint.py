@@ -41,8 +41,7 @@ def check_checkpoint(directory: Path, config: HeadwayConfig, num_replicas: int, 
     check_config(directory)
     options = config.replica_options()
     needed = replica_memory(directory, options.model, options.runner, options.limits)
-    num_gpus = config.num_gpus_per_replica
-    has_gpu = options.model.device != "cpu" and bool(shutil.which("nvidia-smi") if num_gpus is None else num_gpus)
+    has_gpu = may_use_gpu(config)
     if not has_gpu:
         check_memory(needed, directory, available_memory_bytes() + freed_bytes, num_replicas)
     facts = _facts_of(directory)
@@ -52,6 +51,13 @@ def check_checkpoint(directory: Path, config: HeadwayConfig, num_replicas: int, 
     if not has_gpu and facts.process_bytes is not None:
         measured = needed.with_process(facts.process_bytes)
         check_memory(measured, directory, available_memory_bytes() + freed_bytes, num_replicas)
+
+
+def may_use_gpu(config: HeadwayConfig) -> bool:
+    """Return True if replicas may run on a GPU, as far as the configuration and this machine's driver tell."""
+    num_gpus = config.num_gpus_per_replica
+    has_gpu = bool(shutil.which("nvidia-smi") if num_gpus is None else num_gpus)
+    return has_gpu and config.replica_options().model.device != "cpu"
 
 
 def _facts_of(directory: Path) -> ModelFacts:

@@ -1,4 +1,7 @@
-"""Compilation and loading of the C++ kernels; a machine compiles them once per kind of processor and torch version."""
+"""Compilation and loading of the C++ kernels; a machine compiles them once per kind of processor and torch version.
+
+The module imports torch only to load them, so that `headway serve` can have them compiled.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,19 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from replicas.child_processes import Stalled, run_child
 from replicas.model.hardware.processor import cpu_flags
 
+if TYPE_CHECKING:
+    import torch
+
 _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "cpu_kernels"
-_DTYPES = (torch.float32, torch.bfloat16)
 _COMPILERS = ("g++", "c++")
 # No -ffast-math: a NaN must stay a NaN, so that its sequence fails.
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
@@ -41,7 +47,9 @@ def load_kernels(directory: str | None, dtype: torch.dtype) -> bool:
 
     Without a directory nothing is compiled or loaded. A failure is logged, and the result is False.
     """
-    if directory is None or dtype not in _DTYPES:
+    import torch
+
+    if directory is None or dtype not in (torch.float32, torch.bfloat16):
         return False
     try:
         torch.ops.load_library(built_library(directory))  # type: ignore[no-untyped-call]
@@ -49,6 +57,11 @@ def load_kernels(directory: str | None, dtype: torch.dtype) -> bool:
         _log.warning("serving without compiled CPU kernels, which is slower: %s", error)
         return False
     return True
+
+
+def can_compile(directory: str | None, dtype: str) -> bool:
+    """Return True if a replica on a CPU that has these options compiles the kernels, or finds them compiled."""
+    return directory is not None and dtype != "float16" and any(map(shutil.which, _COMPILERS))
 
 
 def built_library(directory: str, compilers: tuple[str, ...] = _COMPILERS) -> Path:
@@ -93,7 +106,7 @@ def found_compiler(names: tuple[str, ...] = _COMPILERS) -> str:
 
 def _key() -> str:
     """Return a hash of everything that the compiled code depends on: torch, flags, processor and sources."""
-    digest = hashlib.sha256(repr((torch.__version__, _FLAGS, platform.machine(), sorted(cpu_flags()))).encode())
+    digest = hashlib.sha256(repr((version("torch"), _FLAGS, platform.machine(), sorted(cpu_flags()))).encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:24]
@@ -138,11 +151,12 @@ def compile_with_torch(compiler: str, source: Path, output: Path, flags: Sequenc
     Raises:
         KernelBuildError: the compiler failed or took too long.
     """
-    torch_directory = Path(torch.__file__).parent
+    torch_module = find_spec("torch")
+    assert torch_module is not None and torch_module.origin is not None
+    torch_directory = Path(torch_module.origin).parent
     command = [
         compiler,
         *flags,
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{_SOURCES}",
         f"-I{torch_directory / 'include'}",
         str(source),

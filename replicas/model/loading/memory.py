@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError
 from replicas.model.checkpoint.expert_weights import find_expert_weights
 from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_offsets, has_panels, is_kept
+from replicas.model.hardware.kernel_build import can_compile
 from replicas.model.hardware.processor import value_bytes_on_cpu
 from replicas.model.loading.checks import read_weights
 from replicas.model.loading.options import ROUNDS_AGAIN, ModelOptions, RunnerOptions
@@ -28,7 +28,6 @@ _PROCESS_BYTES = 300 * 2**20
 _WORKER_BYTES = 96 * 2**20
 """Memory of Ray in a replica's process, of its threads, and of what loading has freed in pieces."""
 _BYTES_PER_LOGIT = 16
-_COMPILERS = ("g++", "c++")
 _JOINED = re.compile(r"\.(?:[qkv]|gate|up)_proj\.")
 """Parts of names by which weights differ that are joined to one layer."""
 _DENSE = re.compile(r"\.experts\.|\.kv_b_proj\.")
@@ -137,8 +136,7 @@ def _remedy(needed: ReplicaMemory, available_bytes: int, num_replicas: int) -> s
 
 def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, Any], value_bytes: int) -> int:
     """Return the bytes of all weights. An output layer that shares the embedding's weight has a packed copy of it."""
-    has_kernels = model.kernel_cache_dir is not None and any(map(shutil.which, _COMPILERS)) and model.dtype != "float16"
-    keeps_bits = has_kernels and model.quantization not in ROUNDS_AGAIN
+    keeps_bits = can_compile(model.kernel_cache_dir, model.dtype) and model.quantization not in ROUNDS_AGAIN
     packed_weights = [
         weight
         for weight in weights.quantized.values()

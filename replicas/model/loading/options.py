@@ -32,7 +32,7 @@ class ModelOptions:
     num_threads: int | None = setting(None, ge=1)
     """torch threads of a model replica on CPU; None: one for each CPU that is reserved for the replica."""
     kernel_cache_dir: str | None = setting(DEFAULT_KERNEL_CACHE_DIR)
-    """Directory for the kernels that the first replica on a machine without a GPU compiles when it starts.
+    """Directory for the kernels that the first start on a machine without a GPU compiles.
     Compilation takes about a minute, once for each version of torch. None: replicas use plain torch and are
     slower."""
     compile_layers: bool = setting(False)

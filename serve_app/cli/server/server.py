@@ -24,8 +24,8 @@ from serve_app.cli.server.memory_report import memory_line
 from serve_app.cli.server.ports import LOOPBACK, Address
 from serve_app.cli.server.private_cluster import DaemonEnded, PrivateCluster, StartLimits, private_cluster
 from serve_app.cli.server.profile import Front, Profile
-from serve_app.cli.server.serve_log import Tail, Terminal, output_to
-from serve_app.cli.server.start_report import Report, Steps, step_of
+from serve_app.cli.server.serve_log import Terminal, output_to
+from serve_app.cli.server.start_report import Report, Steps
 from serve_app.config import HeadwayConfig
 from serve_app.keys.key_file import digest_of
 
@@ -148,10 +148,7 @@ class Server:
                 stack.enter_context(contextlib.closing(access))
             steps.begin(f"Starting {config.model_name}: replicas ...")
             application.deploy(config, options.serve_address, access_log_socket, cluster.dashboard_url)
-            log = Tail(self._log_path)
-            application.wait_until_ready(
-                self._options.url, self._limits.stall_s, lambda: self._pause_in_start(steps, log)
-            )
+            application.wait_until_ready(self._options.url, self._limits.stall_s, self._pause)
             steps.close()
             print(*self._report(config, cluster).lines(), sep="\n", file=lines, flush=True)
             disks = DiskWatch({"data_dir": Path(self._config.data_dir), None: cluster.folder.parent})
@@ -218,12 +215,6 @@ class Server:
             self._must_stop = True
         self._check_for_stop()
         time.sleep(_POLL_PERIOD_S)
-
-    def _pause_in_start(self, steps: Steps, log: Tail) -> None:
-        """Show what the replicas say in the log that they begin, and wait for one poll period."""
-        for step in filter(None, map(step_of, log.new_lines())):
-            steps.begin(f"Starting {self._config.model_name}: {step}")
-        self._pause()
 
     def _check_for_stop(self) -> None:
         if self._must_stop:

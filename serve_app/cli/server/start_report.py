@@ -18,14 +18,6 @@ from serve_app.cli.server.private_cluster import PrivateCluster
 from serve_app.config import HeadwayConfig
 from serve_app.models.progress import spinner
 
-_COMPILING = "compiling the CPU kernels"
-"""Part of the line that a replica logs when it begins to compile."""
-
-
-def step_of(line: str) -> str | None:
-    """Return the step of a start that a line of the log begins; None: no other than before."""
-    return "compiling kernels, once ..." if _COMPILING in line else None
-
 
 class Steps:
     """Display of the steps of a start: a spinner with the time on a terminal, else one line for each."""

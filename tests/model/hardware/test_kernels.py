@@ -17,7 +17,6 @@ from replicas.model.attention.select import choose_attention
 from replicas.model.hardware.kernel_build import KernelBuildError, built_library
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.options import DEFAULT_KERNEL_CACHE_DIR, ModelOptions
-from serve_app.cli.server.start_report import step_of
 from testkit.model.compiled_kernels import built_program, need_kernels
 from testkit.model.engine_runs import build_engine, check_equals_generate, load_compiled, random_prompts
 from testkit.model.tiny_checkpoints import write_checkpoint
@@ -46,12 +45,6 @@ def test_one_of_several_processes_compiles(tmp_path: Path) -> None:
         built_library(DEFAULT_KERNEL_CACHE_DIR).stat().st_size
     ] * 3
     assert (tmp_path / "bin" / "runs").read_text().split() == ["ran"]
-
-
-def test_the_start_on_a_terminal_shows_a_compilation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), pytest.raises(KernelBuildError):
-        built_library(str(tmp_path), ("false",))
-    assert any(map(step_of, caplog.messages))
 
 
 def test_nothing_is_left_of_a_failed_compilation(tmp_path: Path) -> None:
