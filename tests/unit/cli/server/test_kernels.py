@@ -49,9 +49,12 @@ def test_kernels_are_compiled_beside_the_block_and_there_at_its_end(tmp_path: Pa
 
 
 def test_an_error_in_the_block_does_not_wait_for_the_compiler(tmp_path: Path, compiler: Path) -> None:
-    with pytest.raises(KeyError), kernels_compiled(config_of(tmp_path / "kernels")):
-        wait_for((compiler / "runs").exists, "the compiler runs")
-        raise KeyError
+    def fail() -> None:
+        with kernels_compiled(config_of(tmp_path / "kernels")):
+            wait_for((compiler / "runs").exists, "the compiler runs")
+            raise KeyError
+
+    pytest.raises(KeyError, fail)
 
 
 @pytest.mark.parametrize("fields", [{"dtype": "float16"}, {"num_gpus_per_replica": 1, "device": "auto"}])
