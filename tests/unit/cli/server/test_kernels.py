@@ -54,7 +54,8 @@ def test_an_error_in_the_block_does_not_wait_for_the_compiler(tmp_path: Path, co
             wait_for((compiler / "runs").exists, "the compiler runs")
             raise KeyError
 
-    pytest.raises(KeyError, fail)
+    with pytest.raises(KeyError):
+        fail()
 
 
 @pytest.mark.parametrize("fields", [{"dtype": "float16"}, {"num_gpus_per_replica": 1, "device": "auto"}])
