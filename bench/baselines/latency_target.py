@@ -153,13 +153,14 @@ def main() -> None:
         "--beside-batch", type=int, help="measure `slo` beside so many batch sequences instead, best with --threads 1"
     )
     parser.add_argument("--turns", type=int, default=3)
+    parser.set_defaults(name=None)
     arguments = parser.parse_args()
     model = ModelOptions(arguments.model, arguments.dtype, "cpu", None, arguments.threads)
     runner = load_runner(model, EngineLimits(max_num_seqs=arguments.max_num_seqs), kv_cache_mib=1024)
     if arguments.beside_batch is not None:
         turns = measure_beside_batch(runner, arguments.beside_batch, arguments.turns, arguments.duration)
         _print_turns(turns)
-        print(write(arguments.name, {"turns": [asdict(turn) for turn in turns]}))
+        print(write(arguments.name or "tpot_target", {"turns": [asdict(turn) for turn in turns]}))
         return
     rates = [float(rate) for rate in arguments.rates.split(",")]
     held = [
@@ -177,7 +178,7 @@ def main() -> None:
     Console(width=100).print(table)
     worst = max(each.itl_mean_ms / arguments.target_ms for each in held if each.target_itl_ms is not None)
     print(f"mean gap at most {worst:.2f} times the target over {rates[-1] / rates[0]:g} times the load")
-    print(write(arguments.name, {"loads": [asdict(each) for each in held], "worst_of_target": worst}))
+    print(write(arguments.name or "latency_target", {"loads": [asdict(each) for each in held], "worst_of_target": worst}))
 
 
 def _print_turns(turns: list[TurnResult]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ipaddress
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,14 +112,15 @@ def free_cancelled_streams() -> None:
         setattr(serve_replica.Replica, name, until_cancelled(getattr(serve_replica.Replica, name)))
 
 
-def until_cancelled(stream: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+def until_cancelled(stream: Callable[..., AsyncGenerator[Any]]) -> Callable[..., AsyncGenerator[Any]]:
     """Return a handler of streamed calls that sends what `stream` sends, but no error of a call that was cancelled."""
 
-    async def messages(*args: Any) -> AsyncIterator[Any]:
-        async for message in stream(*args):
-            if message.is_error and is_cancelled():
-                raise asyncio.CancelledError
-            yield message
+    async def messages(*args: Any) -> AsyncGenerator[Any]:
+        async with aclosing(stream(*args)) as sent:
+            async for message in sent:
+                if message.is_error and is_cancelled():
+                    raise asyncio.CancelledError
+                yield message
 
     return messages
 
