@@ -178,7 +178,8 @@ def main() -> None:
     Console(width=100).print(table)
     worst = max(each.itl_mean_ms / arguments.target_ms for each in held if each.target_itl_ms is not None)
     print(f"mean gap at most {worst:.2f} times the target over {rates[-1] / rates[0]:g} times the load")
-    print(write(arguments.name or "latency_target", {"loads": [asdict(each) for each in held], "worst_of_target": worst}))
+    figures = {"loads": [asdict(each) for each in held], "worst_of_target": worst}
+    print(write(arguments.name or "latency_target", figures))
 
 
 def _print_turns(turns: list[TurnResult]) -> None:
