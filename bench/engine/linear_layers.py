@@ -1,7 +1,8 @@
 """Times of one linear layer in each format of its weight: `python -m bench.engine.linear_layers --threads 2`.
 
-The layer has Qwen2.5-0.5B's sizes. Formats take turns, and the least time of each counts, so that other programs on the
-machine change little. The layer's weight stays in the processor's cache, which flatters the large formats.
+The layer has Qwen2.5-0.5B's sizes; "torch" is torch's own, without the kernels. Formats take turns, and the least time
+of each counts, so that other programs on the machine change little. The layer's weight stays in the processor's cache,
+which flatters the large formats.
 """
 
 from __future__ import annotations
@@ -28,8 +29,14 @@ def _kept_8_bits(weight: Tensor, bias: None) -> GroupedLinear:
     return GroupedLinear(pack_groups(QuantizedLinear(numbers, scales, None, 8, 1, _GROUP)), bias, weight.dtype)
 
 
+def _of_torch(weight: Tensor, bias: None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
 _FORMATS: dict[str, Callable[[Tensor, None], nn.Module]] = {
-    "plain": CppLinear, "int8": Int8Linear, "kept 8 bits": _kept_8_bits, "int4": rounded_to_int4,
+    "torch": _of_torch, "plain": CppLinear, "int8": Int8Linear, "kept 8 bits": _kept_8_bits, "int4": rounded_to_int4,
 }  # fmt: skip
 _GROUP = 32
 _CALLS = 5
