@@ -24,13 +24,12 @@ from serve_app.cli.options.serve_command import ServeCommand, show_all, with_das
 from serve_app.cli.server.access_lines import LogFormat
 from serve_app.cli.server.data_folder import own_data_dir
 from serve_app.cli.server.disk_space import free_bytes, lack_of_space
-from serve_app.cli.server.kernels import kernels_compiled
 from serve_app.cli.server.own_session import run_in_own_session
 from serve_app.cli.server.ports import Address, reserved
 from serve_app.cli.server.private_cluster import MAX_CONNECTIONS_PER_ADDRESS, StartLimits
 from serve_app.cli.server.profile import Profile, choose_front
 from serve_app.cli.server.serve_log import new_log_file
-from serve_app.cli.server.served_model import prepare_model
+from serve_app.cli.server.served_model import kernels_compiled, prepare_model
 from serve_app.cli.server.server import ListenOptions, Server
 from serve_app.config import HeadwayConfig
 from serve_app.one_root import ForeignPackage, check_one_root

@@ -1,14 +1,19 @@
-"""The model of `headway serve`: fetched, converted and checked before Ray starts."""
+"""The model of `headway serve`, and the kernels that compute it on a CPU: there before Ray starts."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+from replicas.model.hardware.kernel_build import KernelBuildError, built_library, can_compile
+from serve_app.cli.server.start_report import Steps
 from serve_app.config import HeadwayConfig
 from serve_app.models.default_model import DefaultModelUnavailable
 from serve_app.models.local_models import local_checkpoint, local_directory
-from serve_app.preflight.checkpoint import check_checkpoint
+from serve_app.preflight.checkpoint import check_checkpoint, may_use_gpu
 
 
 def prepare_model(config: HeadwayConfig) -> HeadwayConfig:
@@ -54,6 +59,32 @@ def directory_of(model: str, *, checks_all: bool = False) -> str:
     from serve_app.models.hub import download  # only here, since its import takes a while
 
     return download(model, checks_all=checks_all)
+
+
+@contextlib.contextmanager
+def kernels_compiled(config: HeadwayConfig) -> Iterator[None]:
+    """Compile the CPU kernels beside the block if they are needed and not there; wait for them at its end.
+
+    Ray's processes compute even while they wait: on a slow machine a compilation beside them takes twice as long. After
+    a failure the replica tries again, and says what it is without them.
+    """
+    options = config.replica_options().model
+    directory = options.kernel_cache_dir
+    if directory is None or may_use_gpu(config) or not can_compile(directory, options.dtype):
+        yield
+        return
+    compilation = threading.Thread(target=_compile, args=(directory,), name="compilation", daemon=True)
+    compilation.start()
+    yield
+    if compilation.is_alive():
+        with contextlib.closing(Steps(sys.stderr)) as steps:
+            steps.begin("Compiling kernels for this processor, once ...")
+            compilation.join()
+
+
+def _compile(directory: str) -> None:
+    with contextlib.suppress(KernelBuildError):
+        built_library(directory)
 
 
 def _print(line: str) -> None:
