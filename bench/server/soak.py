@@ -4,7 +4,7 @@ The demo model is served in processes of their own. The load: short chats, strea
 early; tool calls and JSON schemas that nobody has sent before; prompts of new text; large bodies; jobs; batches whose
 files are deleted. Every half a minute a line has the anonymous memory of each process, in MiB; pages of files count as
 a process's own or not with the other processes that map them. The slope of each is fitted to the lines after
-`--warm-up` minutes.
+`--warm-up` minutes, and after a restart.
 """
 
 from __future__ import annotations
@@ -151,12 +151,20 @@ def _name_of(process: psutil.Process) -> str:
     return title[1] if title else Path(next((word for word in words if word.endswith(".py")), words[0])).stem
 
 
-def slopes(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the change of each process's memory, MiB a minute, fitted to the lines."""
-    minutes = np.array([line["minutes"] for line in lines])
-    names = set.intersection(*(set(line["anonymous_mib"]) for line in lines))
-    fits = {name: np.polyfit(minutes, [line["anonymous_mib"][name] for line in lines], 1) for name in sorted(names)}
-    return {name: round(float(fit[0]), 4) for name, fit in fits.items()}
+def slopes(lines: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the change of each process's memory, MiB a minute, fitted to the lines, and the minutes of restarts.
+
+    The processes are those of the last line. One that was missing has been restarted; lines before are not its own.
+    """
+    changes, restarts = {}, {}
+    for name in sorted(lines[-1]["anonymous_mib"]):
+        missing = [number for number, line in enumerate(lines) if name not in line["anonymous_mib"]]
+        own = lines[missing[-1] + 1 if missing else 0 :]
+        fit = np.polyfit([line["minutes"] for line in own], [line["anonymous_mib"][name] for line in own], 1)
+        changes[name] = round(float(fit[0]), 4)
+        if missing:
+            restarts[name] = own[0]["minutes"]
+    return changes, restarts
 
 
 async def soak(served: Served, minutes: float, body_mb: float) -> tuple[list[dict[str, Any]], Counter[str]]:
@@ -188,9 +196,10 @@ def main() -> None:
     options = parser.parse_args()
     with serving(REAL, {"model": DEMO_MODEL_NAME, "max_num_seqs": 16}) as served:
         lines, answers = asyncio.run(soak(served, options.minutes, options.body_mb))
-    fitted = slopes([line for line in lines if line["minutes"] >= options.warm_up] or lines)
+    changes, restarts = slopes([line for line in lines if line["minutes"] >= options.warm_up] or lines)
     figures = {
-        "mib_a_minute": fitted,
+        "mib_a_minute": changes,
+        "restarted_at_minute": restarts,
         "first_mib": lines[0]["anonymous_mib"],
         "last_mib": lines[-1]["anonymous_mib"],
         "answers": dict(sorted(answers.items())),
