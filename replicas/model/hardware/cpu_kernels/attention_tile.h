@@ -5,8 +5,8 @@
 #include <cmath>
 #include <limits>
 
-#include "vectors.h"
 #include "quantization.h"
+#include "vectors.h"
 
 namespace headway {
 

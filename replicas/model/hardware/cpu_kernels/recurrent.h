@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "layer_math.h"
-#include "vectors.h"
 #include "phases.h"
+#include "vectors.h"
 
 namespace headway {
 

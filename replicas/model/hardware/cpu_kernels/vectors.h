@@ -30,7 +30,7 @@ constexpr int kLanes = 16;  // numbers of a vector
 // Registers of a vector of floats, and the vectors of sums that half of a processor's registers hold.
 #if defined(__AVX512F__)
 constexpr int kRegisters = 1, kSums = 16;
-#elif defined(__AVX__)
+#elif defined(__AVX2__)
 constexpr int kRegisters = 2, kSums = 4;
 #elif defined(__aarch64__)
 constexpr int kRegisters = 4, kSums = 4;
@@ -182,7 +182,7 @@ inline void store_sums(float* to, Floats a, Floats b, Floats c, Floats d) {
   const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(quarters), 1));
   const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quarters), upper);
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
-#elif defined(__AVX__)
+#elif defined(__AVX2__)
   const auto half = [](Floats values) { return (__m256)(values.parts[0] + values.parts[1]); };
   const __m256 quarters = _mm256_hadd_ps(_mm256_hadd_ps(half(a), half(b)), _mm256_hadd_ps(half(c), half(d)));
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(quarters), _mm256_extractf128_ps(quarters, 1)));
