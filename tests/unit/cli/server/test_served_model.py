@@ -3,6 +3,7 @@
 Its kernels are compiled before Ray starts, beside the preparation of the model.
 """
 
+import io
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,12 +45,13 @@ def test_nothing_takes_the_place_of_a_model_that_is_named() -> None:
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A compiler that counts its runs, and writes the library once the file `go` is there."""
+    """A compiler that counts its runs, and writes the library once the file `go` is there, at the latest after 30 s."""
     folder = tmp_path / "bin"
     folder.mkdir()
     program = folder / "g++"
     program.write_text(
-        f"#!/bin/sh\necho ran >> {folder}/runs\nwhile [ ! -e {folder}/go ]; do sleep 0.05; done\n"
+        f"#!/bin/sh\necho ran >> {folder}/runs\n"
+        f"for _ in $(seq 600); do [ -e {folder}/go ] && break; sleep 0.05; done\n"
         'for last; do :; done\ntouch "${last#-o}"\n'
     )
     program.chmod(0o700)
@@ -61,10 +63,9 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             thread.join()
 
 
-def config_of(directory: Path | None, **fields: object) -> HeadwayConfig:
-    """Return a configuration for replicas without a GPU."""
-    kernel_cache_dir = None if directory is None else str(directory)
-    return HeadwayConfig.model_validate({"device": "cpu", "kernel_cache_dir": kernel_cache_dir, **fields})
+def config_of(directory: Path, **fields: object) -> HeadwayConfig:
+    """Return a configuration for replicas without a GPU, with these fields."""
+    return HeadwayConfig.model_validate({"device": "cpu", "kernel_cache_dir": str(directory)} | fields)
 
 
 def test_kernels_are_compiled_beside_the_block_and_there_at_its_end(tmp_path: Path, compiler: Path) -> None:
@@ -89,10 +90,28 @@ def test_an_error_in_the_block_does_not_wait_for_the_compiler(tmp_path: Path, co
         fail()
 
 
-@pytest.mark.parametrize("fields", [{"dtype": "float16"}, {"num_gpus_per_replica": 1, "device": "auto"}])
+def test_the_start_shows_that_it_waits_for_the_compiler(
+    tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        """Output whose first line lets the compiler end."""
+
+        def write(self, text: str) -> int:
+            (compiler / "go").touch()
+            return super().write(text)
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with kernels_compiled(config_of(tmp_path / "kernels")):
+        pass
+    assert "Compiling kernels" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"kernel_cache_dir": None}, {"dtype": "float16"}, {"num_gpus_per_replica": 1, "device": "auto"}]
+)
 def test_nothing_is_compiled_that_no_replica_needs(tmp_path: Path, compiler: Path, fields: dict[str, object]) -> None:
     (compiler / "go").touch()
-    for directory in (None, tmp_path / "kernels"):
-        with kernels_compiled(config_of(directory, **(fields if directory else {}))):
-            pass
+    with kernels_compiled(config_of(tmp_path / "kernels", **fields)):
+        pass
     assert not (compiler / "runs").exists()
