@@ -60,3 +60,23 @@ class CppAttention:
             None if scoring.sinks is None else scoring.sinks.float(),
         )
         return output
+
+
+class CppTwoSidedAttention:
+    """Attention of one forward pass over whole texts, in the compiled kernel. It needs the kernels."""
+
+    kernels = "C++ kernels, two-sided"
+
+    def __init__(self, cache: KVCache, inputs: BatchInputs) -> None:
+        """`cache` has no layers."""
+        self._texts = torch.tensor([(chunk.row, chunk.num_tokens) for chunk in inputs.chunks], dtype=torch.int64)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return the call's output [num_tokens, num_query_heads, value_size]."""
+        output: Tensor = torch.ops.headway.attend_texts.default(
+            *map(with_dense_heads, (call.query, call.key, call.value)),
+            self._texts,
+            call.scoring.scale,
+            call.window or 0,
+        )
+        return output

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.errors import ModelLoadError
-from replicas.model.attention.cpp import CppAttention, can_attend
+from replicas.model.attention.cpp import CppAttention, CppTwoSidedAttention, can_attend
 from replicas.model.attention.flash import FlashBackend
 from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import AttentionBackend, AttentionCall, AttentionContext, AttentionSpec, Scoring
@@ -83,7 +83,9 @@ def choose_two_sided(spec: AttentionSpec, backend: str) -> AttentionBackend:
     """
     if backend == "flash":
         raise ModelLoadError("attention_backend is 'flash', which has no two-sided attention")
-    if backend == "gather" or (backend == "auto" and spec.device.type != "cuda"):
+    if backend == "auto" and spec.device.type != "cuda":
+        return CppTwoSidedAttention if spec.has_kernels else TwoSidedAttention
+    if backend == "gather":
         return TwoSidedAttention
     try:
         from replicas.model.attention.two_sided_triton import TritonTwoSided  # Only torch for CUDA installs Triton.

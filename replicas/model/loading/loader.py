@@ -18,6 +18,7 @@ from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
 from replicas.model.hardware.limits import cpu_limit
+from replicas.model.hardware.processor import cpu_flags
 from replicas.model.hardware.selfcheck import Agree, alone
 from replicas.model.layers.embedding import guard_embedding
 from replicas.model.layers.float8_linear import check_float8
@@ -257,8 +258,9 @@ def _optimize(
         if options.quantization in ("fp8", "fp8_w8a8"):
             round_experts(model, ROUNDINGS[options.quantization], None, largest)
         modules = cpu_modules(dtype, has_kernels, options.quantization)
-        if isinstance(model, TextEncoder) and options.quantization == "none" and not options.batch_invariant:
-            # Whole texts have many rows, for which oneDNN is faster.
+        is_plain = options.quantization == "none" and not options.batch_invariant
+        if isinstance(model, TextEncoder) and is_plain and "avx512f" in cpu_flags():
+            # Whole texts have many rows, for which oneDNN is faster with AVX-512, and not without.
             modules = replace(modules, make_linear=choose_linears(dtype, False, "none"))
         optimize_model(model, port, layers, modules)
         move_to_huge_pages(model)

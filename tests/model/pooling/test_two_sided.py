@@ -18,7 +18,7 @@ from replicas.model.loading.check_model import check_model
 from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.protocol import GenerateRequest, PoolParams, SamplingParams
-from testkit.model.engine_runs import Sizes, engine_over, load, random_prompts, run
+from testkit.model.engine_runs import Sizes, engine_over, load, load_compiled, random_prompts, run
 from testkit.model.pooling_checkpoints import PoolingFiles, expected_vectors, write_classifier, write_encoder
 
 LENGTHS = [1, 2, 40, 100, 71, 200, 256, 3, 17, 255, 90]
@@ -53,10 +53,14 @@ def outputs(loaded: LoadedModel, texts: list[tuple[int, ...]], options: RunnerOp
     return torch.tensor(np.stack([np.frombuffer(delta.pooled, "<f4") for delta in deltas]))
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("load_model", [load, load_compiled])
 @pytest.mark.parametrize("family", CASES)
-def test_vectors_of_whole_texts_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_vectors_of_whole_texts_are_those_of_transformers(
+    tmp_path: Path, family: str, load_model: Callable[[Path], LoadedModel]
+) -> None:
     path, texts = write_encoder(tmp_path, family, CASES[family]), random_prompts(LENGTHS)
-    loaded = load(path)
+    loaded = load_model(path)
     assert not loaded.generates and not loaded.layers
     torch.testing.assert_close(outputs(loaded, texts), expected_vectors(path, texts, CASES[family]), atol=1e-5, rtol=0)
     assert check_model(path).kv_numbers is None

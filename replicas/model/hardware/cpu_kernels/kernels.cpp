@@ -13,6 +13,8 @@ TORCH_LIBRARY(headway, library) {
       "attend_paged(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
       "Tensor(c!)? key_scales, Tensor(d!)? value_scales, Tensor slots, Tensor chunks, Tensor tables, float scale, "
       "int window, float softcap, Tensor? sinks) -> Tensor");
+  library.def(
+      "attend_texts(Tensor query, Tensor key, Tensor value, Tensor texts, float scale, int window) -> Tensor");
   library.def("add_and_normalize(Tensor(a!) residual, Tensor? update, Tensor weight, float epsilon) -> Tensor");
   library.def(
       "rotate_heads(Tensor(a!) rows, Tensor cos, Tensor sin, int num_query_heads, int num_kv_heads, "
@@ -47,6 +49,7 @@ TORCH_LIBRARY(headway, library) {
 
 TORCH_LIBRARY_IMPL(headway, CPU, library) {
   library.impl("attend_paged", &attend_paged);
+  library.impl("attend_texts", &attend_texts);
   library.impl("add_and_normalize", &add_and_normalize);
   library.impl("rotate_heads", &rotate_heads);
   library.impl("gate_rows", &gate_rows);

@@ -11,7 +11,9 @@
 namespace headway {
 
 constexpr int64_t kPanel = 2 * kLanes;
-constexpr int kRows = 3 * kSums / 4;            // most rows computed together: their sums fill the registers
+constexpr int kRows = 3 * kSums / 4;            // rows whose sums of a panel fill the registers
+constexpr int kManyRows = kRegisters == 1 ? kRows : 2 * kRows;  // rows whose sums of half a panel do
+constexpr int64_t kFewRows = 8 * kManyRows;     // below it, weights come from memory, and are read a panel at a time
 constexpr int64_t kRowBlockBytes = 256 * 1024;  // a block of input rows, which stays in the cache for all panels
 constexpr int64_t kMaxChunkBytes = 256 * 1024;  // weights of one chunk of a parallel multiplication
 constexpr int64_t kBytesAhead = 4096;           // prefetch distance of weights that are used once
@@ -160,6 +162,9 @@ struct LinearInputs {
     part.first_output = first * kPanel;
     return part;
   }
+  O* output(int64_t row, int64_t panel) const {
+    return outputs + row * output_stride + panel * kPanel - first_output;
+  }
   const W* panel(int64_t index) const { return weights + index * kPanel * num_inputs / kHeld<W>; }
 };
 
@@ -169,17 +174,18 @@ inline void write_outputs(const LinearInputs<X, W, O>& in, const float* totals, 
                           int64_t panel) {
   const int64_t first = panel * kPanel, width = std::min(kPanel, in.num_outputs - first);
   for (int64_t r = 0; r < num; r++, totals += kPanel) {
-    O narrowed[kPanel];
+    O* to = in.output(row + r, panel);
     if (in.row_scales || in.bias) {
       const float scale = in.row_scales ? in.row_scales[row + r] : 1.0f;
       for (int64_t i = 0; i < width; i++)
-        narrowed[i] = narrow<O>(totals[i] * (in.output_scales ? scale * in.output_scales[first + i] : 1.0f) +
-                                (in.bias ? widen(in.bias[first + i]) : 0.0f));
-    } else {
+        to[i] = narrow<O>(totals[i] * (in.output_scales ? scale * in.output_scales[first + i] : 1.0f) +
+                          (in.bias ? widen(in.bias[first + i]) : 0.0f));
+    } else if (width == kPanel) {
 #pragma omp simd
-      for (int64_t i = 0; i < kPanel; i++) narrowed[i] = narrow<O>(totals[i]);
+      for (int64_t i = 0; i < kPanel; i++) to[i] = narrow<O>(totals[i]);
+    } else {
+      for (int64_t i = 0; i < width; i++) to[i] = narrow<O>(totals[i]);
     }
-    std::memcpy(in.outputs + (row + r) * in.output_stride + first - in.first_output, narrowed, width * sizeof(O));
   }
 }
 
@@ -205,38 +211,51 @@ inline Ahead ahead_of(const LinearInputs<X, W, O>& in, int64_t panel, bool is_us
   return {reinterpret_cast<const char*>(in.panel(panel + 1)), num_lines};
 }
 
-// Multiplies R rows by one panel.
+// Multiplies R rows by one panel, or by its halves one after the other if all sums would take too many registers.
 template <int R, typename X, typename W, typename O>
 inline void multiply(const LinearInputs<X, W, O>& in, int64_t row, int64_t panel, Ahead* ahead) {
   using P = Products<X, W>;
   constexpr int64_t kVector = kLanes * P::kPair;
+  constexpr int kTogether = R > kRows ? 1 : 2;  // vectors of outputs
   const int64_t size = in.num_inputs, num_steps = size / P::kPair;
   const X* rows = in.rows + row * size;
-  const W* weights = in.panel(panel);
-  alignas(64) float totals[R * kPanel] = {};
+  alignas(64) float memory[R * kPanel];
+  float* totals = memory;
+  int64_t stride = kPanel;
+  bool are_outputs = false;
+  if constexpr (std::is_same_v<O, float>) {
+    are_outputs = !in.row_scales && !in.bias && (panel + 1) * kPanel <= in.num_outputs;
+    if (are_outputs) totals = in.output(row, panel), stride = in.output_stride;
+  }
   Ahead coming = *ahead;
-  for (int64_t first = 0; first < num_steps; first += std::min(P::kMostSteps, num_steps)) {
-    const int64_t end = num_steps - first < P::kMostSteps ? num_steps : first + P::kMostSteps;
-    typename P::Sum sums[R * 2] = {};
-    for (int64_t k = first; k < end; k++, weights += 2 * kVector) {
-      const typename P::Weight low = P::read_weight(weights), high = P::read_weight(weights + kVector);
-      coming.template fetch<kVector * sizeof(W) / 32>();
-      repeat<R>([&](auto r) HEADWAY_INLINE {
-        const typename P::Row value = P::read_row(rows + r * size + k * P::kPair);
-        sums[2 * r] = P::add(sums[2 * r], value, low);
-        sums[2 * r + 1] = P::add(sums[2 * r + 1], value, high);
+  for (int done = 0; done < 2; done += kTogether) {
+    const W* weights = in.panel(panel) + done * kVector;
+    for (int64_t first = 0; first < num_steps; first += std::min(P::kMostSteps, num_steps)) {
+      const int64_t end = num_steps - first < P::kMostSteps ? num_steps : first + P::kMostSteps;
+      typename P::Sum sums[R * kTogether] = {};
+      for (int64_t k = first; k < end; k++, weights += 2 * kVector) {
+        typename P::Weight parts[kTogether];
+        repeat<kTogether>([&](auto i) HEADWAY_INLINE { parts[i] = P::read_weight(weights + i * kVector); });
+        coming.template fetch<kTogether * kVector * sizeof(W) / 64>();
+        repeat<R>([&](auto r) HEADWAY_INLINE {
+          const typename P::Row value = P::read_row(rows + r * size + k * P::kPair);
+          repeat<kTogether>([&](auto i) HEADWAY_INLINE {
+            sums[r * kTogether + i] = P::add(sums[r * kTogether + i], value, parts[i]);
+          });
+        });
+      }
+      repeat<R * kTogether>([&](auto i) HEADWAY_INLINE {
+        float* total = totals + i / kTogether * stride + (done + i % kTogether) * kLanes;
+        store(total, first > 0 ? load(total) + P::result(sums[i]) : P::result(sums[i]));
       });
     }
-    repeat<R * 2>([&](auto i) HEADWAY_INLINE {
-      store(totals + i * kLanes, load(totals + i * kLanes) + P::result(sums[i]));
-    });
   }
   *ahead = coming;
-  write_outputs(in, totals, row, R, panel);
+  if (!are_outputs) write_outputs(in, totals, row, R, panel);
 }
 
 // Calls `multiply` with the compile-time constant `num`, which is at most R.
-template <int R = kRows, typename F>
+template <int R, typename F>
 inline void with_rows(int64_t num, const F& multiply) {
   if (num == R)
     multiply(std::integral_constant<int, R>());
@@ -244,22 +263,31 @@ inline void with_rows(int64_t num, const F& multiply) {
     with_rows<R - 1>(num, multiply);
 }
 
-// Multiplies all rows by panels [first, end). `multiply(num, row, panel, ahead)` multiplies `num` rows by one panel.
-template <typename X, typename W, typename O, typename F>
+// Multiplies all rows by panels [first, end). `multiply(num, row, panel, ahead)` multiplies `num` rows by one panel; R is
+// the most.
+template <int R, typename X, typename W, typename O, typename F>
 inline void multiply_panels(const LinearInputs<X, W, O>& in, int64_t first, int64_t end, const F& multiply) {
-  const int64_t block_rows = std::max<int64_t>(kRows, kRowBlockBytes / (in.num_inputs * sizeof(X)) / kRows * kRows);
+  const int64_t block_rows = std::max<int64_t>(R, kRowBlockBytes / (in.num_inputs * sizeof(X)) / R * R);
   for (int64_t block = 0; block < in.num_rows; block += block_rows) {
     const int64_t last = std::min(block + block_rows, in.num_rows);
-    const int64_t num_groups = (last - block + kRows - 1) / kRows;
+    const int64_t num_groups = (last - block + R - 1) / R;
     for (int64_t panel = first; panel < end; panel++) {
       Ahead ahead = ahead_of(in, panel, num_groups == 1);
       for (int64_t group = 0, row = block; group < num_groups; group++) {
         const int64_t num = (last - row + num_groups - group - 1) / (num_groups - group);
-        with_rows(num, [&](auto constant) { multiply(constant, row, panel, &ahead); });
+        with_rows<R>(num, [&](auto constant) { multiply(constant, row, panel, &ahead); });
         row += num;
       }
     }
   }
+}
+
+// Multiplies all rows by panels [first, end) of weights that are used as they are.
+template <int R, typename X, typename W, typename O>
+inline void multiply_panels(const LinearInputs<X, W, O>& in, int64_t first, int64_t end) {
+  multiply_panels<R>(in, first, end, [&](auto num, int64_t row, int64_t panel, Ahead* ahead) {
+    multiply<num>(in, row, panel, ahead);
+  });
 }
 
 }  // namespace headway

@@ -17,6 +17,7 @@
 #include "paged_attention.h"
 #include "phases.h"
 #include "quantization.h"
+#include "text_attention.h"
 #include "tile_linear.h"
 
 namespace headway {
@@ -155,6 +156,30 @@ inline Tensor attend_paged(const Tensor& query, const Tensor& key, const Tensor&
   std::shared_ptr<AttentionWork> work;
   add_paged_attention(queue, query, key, value, {keys, key_scales}, {values, value_scales}, slots, chunks, tables,
                       scale, window, softcap, sinks, work, output);
+  queue.run();
+  return output;
+}
+
+// Returns the attention of query [num_tokens, num_query_heads, key_size] over key and value [num_tokens, num_kv_heads,
+// size] in which tokens see those before and behind them, in `window` if it is not 0. Rows of `texts` [num_texts, 2]
+// int64 are `Text`s. The output of tokens that are in no text is undefined.
+inline Tensor attend_texts(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& texts,
+                           double scale, int64_t window) {
+  TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1 && texts.is_contiguous());
+  TORCH_CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type());
+  Tensor output = at::empty({query.size(0), query.size(1), value.size(2)}, query.options());
+  const Text* first = reinterpret_cast<const Text*>(texts.const_data_ptr<int64_t>());
+  WorkQueue queue;
+  for_type_of(query, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const auto rows_of = [](const Tensor& heads) {
+      return HeadRows<const T>{heads.const_data_ptr<T>(), heads.stride(0), heads.stride(1)};
+    };
+    add_text_attention(queue, TextInputs<T>{rows_of(query), rows_of(key), rows_of(value), query.size(1), key.size(1),
+                                            key.size(2), value.size(2), static_cast<float>(scale), window,
+                                            output.mutable_data_ptr<T>()},
+                       std::vector<Text>(first, first + texts.size(0)));
+  });
   queue.run();
   return output;
 }
@@ -331,9 +356,10 @@ inline void add_product(WorkQueue& queue, const LinearInputs<X, W, O>& in) {
     }
 #endif
   add_panels(queue, in, [](const LinearInputs<X, W, O>& chunk, int64_t first, int64_t end) {
-    multiply_panels(chunk, first, end, [&](auto num, int64_t row, int64_t panel, Ahead* ahead) {
-      multiply<num>(chunk, row, panel, ahead);
-    });
+    if (chunk.num_rows < kFewRows)
+      multiply_panels<kRows>(chunk, first, end);
+    else
+      multiply_panels<kManyRows>(chunk, first, end);
   });
 }
 
@@ -385,7 +411,7 @@ inline void add_grouped(WorkQueue& queue, LinearInputs<T, W, T> in, const Tensor
     }
 #endif
   add_panels(queue, in, [=](const LinearInputs<T, W, T>& chunk, int64_t first, int64_t end) {
-    multiply_panels(chunk, first, end, [&](auto num, int64_t row, int64_t panel, Ahead* ahead) {
+    multiply_panels<kRows>(chunk, first, end, [&](auto num, int64_t row, int64_t panel, Ahead* ahead) {
       multiply_grouped<num>(chunk, groups, row, panel, ahead);
     });
   });
@@ -481,9 +507,7 @@ inline Tensor multiply_heads(const Tensor& inputs, const Tensor& weights, int64_
         last = std::min(end, first + num_panels);
         const LinearInputs<T, T, T> in{rows + head * num_rows * num_inputs, packed + head * weight_size, nullptr,
                                        num_rows, num_inputs, num_outputs, to + head * num_rows * num_outputs};
-        multiply_panels(in, panel - first, last - first, [&](auto num, int64_t row, int64_t index, Ahead* ahead) {
-          multiply<num>(in, row, index, ahead);
-        });
+        multiply_panels<kRows>(in, panel - first, last - first);
       }
     });
   });
