@@ -18,12 +18,14 @@ constexpr int64_t kRowBlockBytes = 256 * 1024;  // a block of input rows, which 
 constexpr int64_t kMaxChunkBytes = 256 * 1024;  // weights of one chunk of a parallel multiplication
 constexpr int64_t kBytesAhead = 4096;           // prefetch distance of weights that are used once
 
-// Sums of products of rows of X and weights of W, kPair inputs per step. After kMostSteps steps a sum may overflow.
+// Sums of products of rows of X and weights of W, kPair inputs per step, for kMostRows rows at most together. After
+// kMostSteps steps a sum may overflow.
 template <typename X, typename W>
 struct Products;
 
 template <>
 struct Products<float, float> {
+  static constexpr int kMostRows = kManyRows;
   static constexpr int64_t kPair = 1, kMostSteps = std::numeric_limits<int64_t>::max();
   using Row = float;
   using Weight = Floats;
@@ -36,6 +38,7 @@ struct Products<float, float> {
 
 template <>
 struct Products<BFloat16, BFloat16> {
+  static constexpr int kMostRows = kRows;  // Weights of two registers leave none for more.
   static constexpr int64_t kPair = 2, kMostSteps = std::numeric_limits<int64_t>::max();
   using Sum = Floats;
 #if defined(__AVX512BF16__)
@@ -69,6 +72,7 @@ struct Products<BFloat16, BFloat16> {
 
 template <>
 struct Products<int16_t, int8_t> {
+  static constexpr int kMostRows = kManyRows;
   static constexpr int64_t kPair = 2, kMostSteps = 1024;
   using Sum = Ints;
 #if defined(__AVX512VNNI__)

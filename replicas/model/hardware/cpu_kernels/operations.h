@@ -359,7 +359,7 @@ inline void add_product(WorkQueue& queue, const LinearInputs<X, W, O>& in) {
     if (chunk.num_rows < kFewRows)
       multiply_panels<kRows>(chunk, first, end);
     else
-      multiply_panels<kManyRows>(chunk, first, end);
+      multiply_panels<Products<X, W>::kMostRows>(chunk, first, end);
   });
 }
 
