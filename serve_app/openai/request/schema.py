@@ -74,7 +74,7 @@ def _as_list(value: object) -> object:
 
 
 def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def as_prompts(value: object) -> list[Prompt]:
