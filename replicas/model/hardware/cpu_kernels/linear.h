@@ -286,12 +286,21 @@ inline void multiply_panels(const LinearInputs<X, W, O>& in, int64_t first, int6
   }
 }
 
-// Multiplies all rows by panels [first, end) of weights that are used as they are.
+// Multiplies all rows, R at most together, by panels [first, end) of weights that are used as they are.
 template <int R, typename X, typename W, typename O>
 inline void multiply_panels(const LinearInputs<X, W, O>& in, int64_t first, int64_t end) {
   multiply_panels<R>(in, first, end, [&](auto num, int64_t row, int64_t panel, Ahead* ahead) {
     multiply<num>(in, row, panel, ahead);
   });
+}
+
+// The same with the number of rows together that is fastest.
+template <typename X, typename W, typename O>
+inline void multiply_panels(const LinearInputs<X, W, O>& in, int64_t first, int64_t end) {
+  if (in.num_rows < kFewRows)
+    multiply_panels<kRows>(in, first, end);
+  else
+    multiply_panels<Products<X, W>::kMostRows>(in, first, end);
 }
 
 }  // namespace headway

@@ -356,10 +356,7 @@ inline void add_product(WorkQueue& queue, const LinearInputs<X, W, O>& in) {
     }
 #endif
   add_panels(queue, in, [](const LinearInputs<X, W, O>& chunk, int64_t first, int64_t end) {
-    if (chunk.num_rows < kFewRows)
-      multiply_panels<kRows>(chunk, first, end);
-    else
-      multiply_panels<Products<X, W>::kMostRows>(chunk, first, end);
+    multiply_panels(chunk, first, end);
   });
 }
 
@@ -507,7 +504,7 @@ inline Tensor multiply_heads(const Tensor& inputs, const Tensor& weights, int64_
         last = std::min(end, first + num_panels);
         const LinearInputs<T, T, T> in{rows + head * num_rows * num_inputs, packed + head * weight_size, nullptr,
                                        num_rows, num_inputs, num_outputs, to + head * num_rows * num_outputs};
-        multiply_panels<kRows>(in, panel - first, last - first);
+        multiply_panels(in, panel - first, last - first);
       }
     });
   });
