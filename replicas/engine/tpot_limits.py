@@ -57,7 +57,7 @@ class TpotController:
        work are such. If there is none, and the last window was above the target, one step in 32 is made one.
     5. In a window without less urgent decodes it is 1.2 times: prompts come and go, and each gap must be near the
        others. The median gap stands for the mean, as for reference steps: a target so near must not be missed for a few
-       slow steps.
+       slow steps. Such a window ends with its second step if both exceed the target by half.
 
     Steps of few less urgent decodes give more of their tokens a second than full steps now and then, at the same TPOT:
     on a CPU the duration of a step grows faster than its number of sequences.
@@ -128,7 +128,8 @@ class TpotController:
             gap_s = float(np.partition(all_gaps_s, middle)[middle])
             target_s, max_credit = self._target_above(_PREFILL_FLOOR), 0
         excess_s = window.num_steps * (gap_s - target_s)
-        if window.num_steps >= _WINDOW_STEPS or excess_s >= _MAX_EXCESS * target_s:
+        is_far = window.num_steps > 1 and not window.has_decodes and gap_s > _FAR * target_s
+        if window.num_steps >= _WINDOW_STEPS or is_far or excess_s >= _MAX_EXCESS * target_s:
             self._is_late = gap_s > self._target_s
             self._excess_s = min(max(-max_credit * target_s, self._excess_s + excess_s), _MAX_EXCESS * target_s)
             self._adapt(window.most_less_urgent, gap_s, target_s)

@@ -258,6 +258,15 @@ def test_texts_beside_chats_take_a_fifth_of_the_time_and_all_of_it_otherwise(asy
     assert percentile(unlimited_ms, 99) > 5 * percentile(alone_ms, 99)
 
 
+def test_streams_are_slow_for_four_steps_at_most_when_the_first_texts_come() -> None:
+    served = Texts(AUTO)
+    alone_ms, _ = served.serve(10.0, 2, 0)
+    gaps_ms, _ = served.serve(10.0, 2, 64)
+    highest_alone_ms = percentile(alone_ms, 99)
+    num_slow = sum(gap_ms > 1.5 * highest_alone_ms for gap_ms in gaps_ms[:200])
+    assert 0 < num_slow <= 2 * 4
+
+
 def test_a_text_beside_streams_that_miss_their_target_gets_a_token_in_each_step_but_reference_steps() -> None:
     """A token of a prompt takes a hundred times as long as that of a stream."""
     times = StepTimes(base_s=0.0, per_decode_s=1e-3, per_prefill_token_s=0.1)
