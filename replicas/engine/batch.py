@@ -90,7 +90,9 @@ class BatchColumns:
 
     sequences: list[Sequence]
     rows: np.ndarray
-    """Columns of the sequences in the table of the running ones, all distinct. Those that do not run have free ones."""
+    """Columns of the sequences in the table of the running ones, all distinct. Those that do not run have free ones.
+
+    Steps with one and the same array have the same sequences, with the same admissions."""
     admissions: np.ndarray
     """Numbers of the sequences' admissions; -1: the sequence does not run."""
     starts: np.ndarray

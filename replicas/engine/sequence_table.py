@@ -181,9 +181,13 @@ class SequenceTable:
         self._rows = None
 
     def rows(self, running: Iterable[Sequence]) -> np.ndarray:
-        """Return the columns of `running`, all running sequences in order of urgency."""
+        """Return the columns of `running`, all running sequences in order of urgency.
+
+        It is one array, which nobody changes, until a sequence comes, leaves or is promoted.
+        """
         if self._rows is None:
             self._rows = np.array([sequence.row for sequence in running], np.int64)
+            self._rows.flags.writeable = False
         return self._rows
 
     def lag(self, running: Iterable[Sequence], block_size: int) -> Lag:

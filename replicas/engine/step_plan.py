@@ -40,8 +40,8 @@ class StepPlan:
         decodes = lag.is_decoding.nonzero()[0]
         if held:
             decodes = np.setdiff1d(decodes, list(held), assume_unique=True)
-        self._rows = lag.rows[decodes]
         is_whole = len(decodes) == len(running)
+        self._rows = lag.rows if is_whole else lag.rows[decodes]
         self._decodes = running.copy() if is_whole else [running[index] for index in decodes.tolist()]
         self._num_decode_tokens = np.ones(len(self._rows), np.int64)
         # Tokens of all others.

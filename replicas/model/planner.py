@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from replicas.model.sampling.token_counts import CountSlots
 _MAX_SCORED_TOKENS = 256
 # Threads that fill token masks. A mask takes 5 to 100 us, so a few threads are enough for any batch.
 _MAX_MASK_THREADS = 4
+_NOBODY = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,14 @@ class FlatPass:
     """Rows whose hidden states are pooled; None: there are none."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepMessage:
+class StepMessage(NamedTuple):
     """Step as plain numbers: any runner of the same model that has run the messages before it can run it.
 
     It can be pickled. The passes run in order, the padded one first; the rows that sample are in their order.
     """
 
-    words: array[int]
-    """Numbers for the device. All spans are ranges of it."""
+    words: np.ndarray
+    """Numbers for the device, [num_words] int64. All spans are ranges of it."""
     padded: PaddedPlan | None
     flat: tuple[FlatPass, ...]
     sampling: SamplingPlan | None
@@ -115,6 +115,30 @@ class PlannedStep:
         return results
 
 
+class ColumnOwners:
+    """Owners of the columns of the engine's table, by the steps planned so far."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def newcomers(self, columns: BatchColumns) -> np.ndarray:
+        """Return the indices of the items whose columns had other owners, and of those that do not run."""
+        if columns.rows is self._last:
+            return _NOBODY
+        rows = self._last = columns.rows
+        if (num_rows := int(rows.max(initial=-1)) + 1) > len(self._admissions):
+            self._admissions = np.append(self._admissions, np.zeros(num_rows - len(self._admissions), np.int64))
+        is_new = (self._admissions[rows] != columns.admissions) | (columns.admissions < 0)
+        self._admissions[rows] = columns.admissions
+        return is_new.nonzero()[0]
+
+    def forget(self) -> None:
+        """Forget all owners: the next steps' sequences are newcomers."""
+        self._last: np.ndarray | None = None
+        self._admissions = np.zeros(0, np.int64)
+        """Number of the admission of each column's owner; 0: it has none, -1: one that does not run."""
+
+
 class StepPlanner:
     """Planner of one runner's steps. It knows what the device holds after the steps planned so far.
 
@@ -136,6 +160,7 @@ class StepPlanner:
             loaded.eos_token_ids, loaded.vocab_size, slots, batch_invariant=loaded.is_batch_invariant
         )
         self._masks = MaskThreads(loaded.vocab_size, min(_MAX_MASK_THREADS, math.ceil(cpu_limit().num_cpus)))
+        self._owners = ColumnOwners()
         self._last_rows = NO_LAST_ROWS
 
     def plan(self, batch: ScheduledBatch) -> PlannedStep:
@@ -147,6 +172,11 @@ class StepPlanner:
         self._masks.settle()
         to_device = HostToDeviceBuffer()
         columns = batch.columns
+        newcomers = self._owners.newcomers(columns)
+        if len(newcomers):
+            self._sampling.enter(columns, newcomers.tolist())
+            if self._padding is not None:
+                self._padding.enter(columns.rows[newcomers])
         num_items = len(columns.sequences)
         scored = [
             index for index in range(columns.num_decodes, num_items) if wants_prompt_logprobs(columns.item(index))
@@ -181,7 +211,7 @@ class StepPlanner:
             yield
         except Exception:
             self._last_rows = NO_LAST_ROWS
-            for device_state in (self._padding, self._slots):
+            for device_state in (self._owners, self._padding, self._slots):
                 if device_state is not None:
                     device_state.forget()
             raise

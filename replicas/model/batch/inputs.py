@@ -106,29 +106,37 @@ class LastRows:
 
     def __init__(self, sampling: BatchColumns) -> None:
         """`sampling` are the items of the step before that sample, in order of their tokens."""
-        self._sequences = sampling.sequences
+        self._sampling = sampling
+        self._size = len(sampling.sequences)
+        self._by_row: tuple[np.ndarray, np.ndarray] | None = None
         self._by_sequence: dict[Sequence, int] | None = None
-        num_rows = int(sampling.rows.max(initial=0)) + 1
-        self._of_rows = np.zeros(num_rows, np.int64)
-        self._of_rows[sampling.rows] = np.arange(-len(self._sequences), 0)
-        self._admissions = np.zeros(num_rows, np.int64)
-        self._admissions[sampling.rows] = sampling.admissions
 
     def __getitem__(self, sequence: Sequence) -> int:
         if self._by_sequence is None:
-            self._by_sequence = {owner: index for index, owner in enumerate(self._sequences, -len(self._sequences))}
+            self._by_sequence = {owner: index for index, owner in enumerate(self._sampling.sequences, -self._size)}
         return self._by_sequence[sequence]
 
     def of(self, columns: BatchColumns, indices: np.ndarray) -> np.ndarray:
         """Return the indices of the items at `indices`."""
-        rows, admissions = columns.rows, columns.admissions
-        if len(indices) < len(rows):
-            rows, admissions = rows[indices], admissions[indices]
-        last_rows: np.ndarray = self._of_rows.take(rows, mode="clip")
-        is_other = (self._admissions.take(rows, mode="clip") != admissions) | (admissions < 0)
+        if columns.rows is self._sampling.rows:
+            return indices - self._size
+        if self._by_row is None:
+            self._by_row = self._table()
+        of_rows, admissions_before = self._by_row
+        rows, admissions = columns.rows[indices], columns.admissions[indices]
+        last_rows: np.ndarray = of_rows.take(rows, mode="clip")
+        is_other = (admissions_before.take(rows, mode="clip") != admissions) | (admissions < 0)
         for place in is_other.nonzero()[0].tolist():  # It was admitted anew since, or does not run.
             last_rows[place] = self[columns.sequences[indices.item(place)]]
         return last_rows
+
+    def _table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the index and the admission of the sequence in each column of the engine's table."""
+        rows = self._sampling.rows
+        of_rows, admissions = np.zeros((2, int(rows.max(initial=0)) + 1), np.int64)
+        of_rows[rows] = np.arange(-self._size, 0)
+        admissions[rows] = self._sampling.admissions
+        return of_rows, admissions
 
 
 NO_LAST_ROWS = LastRows(BatchColumns.of(()))
@@ -176,10 +184,15 @@ class FlatBatch:
 
 def newest_ids(columns: BatchColumns, num_items: int, last_rows: LastRows) -> np.ndarray:
     """Return the last token of each of the first `num_items` items, all of which decode, as in `FlatBatch`."""
-    newest: np.ndarray = columns.newest_tokens[:num_items].copy()
+    newest = columns.newest_tokens[:num_items]
     late = (newest < 0).nonzero()[0]
-    if len(late):
-        newest[late] = last_rows.of(columns, late)
+    if not len(late):
+        return newest
+    of_late = last_rows.of(columns, late)
+    if len(late) == num_items:
+        return of_late
+    newest = newest.copy()
+    newest[late] = of_late
     return newest
 
 

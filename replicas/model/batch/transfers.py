@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -12,6 +11,8 @@ from torch import Tensor
 
 Span = range
 """Range of words in a step's buffer."""
+_FIRST_WORDS = 1024
+"""Numbers for which a new buffer has room, enough for most steps of decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,11 @@ class DeviceBuffer:
     """[num_rows] int64: tokens that the step before sampled. The host may not know them yet."""
 
     @classmethod
-    def of(cls, words: array[int], last_tokens: Tensor) -> DeviceBuffer:
-        """Start the asynchronous copy of `words` to the device of `last_tokens`."""
-        if not words:
+    def of(cls, words: np.ndarray, last_tokens: Tensor) -> DeviceBuffer:
+        """Start the asynchronous copy of `words`, int64, to the device of `last_tokens`."""
+        if not len(words):
             return cls(last_tokens.new_empty(0), last_tokens)
-        return cls(begin_copy(torch.frombuffer(words, dtype=torch.int64), last_tokens.device), last_tokens)
+        return cls(begin_copy(torch.from_numpy(words), last_tokens.device), last_tokens)
 
     def ints(self, span: Span) -> Tensor:
         """Return the integers of `span`, [len(span)] int64."""
@@ -46,25 +47,33 @@ class HostToDeviceBuffer:
     """
 
     def __init__(self) -> None:
-        self.words = array("q")
+        self._numbers = np.zeros(_FIRST_WORDS, np.int64)
+        self._size = 0
+
+    @property
+    def words(self) -> np.ndarray:
+        """All numbers [num_words] int64, floats by their bits."""
+        return self._numbers[: self._size]
+
+    def room(self, size: int) -> tuple[Span, np.ndarray]:
+        """Add `size` zeros and return their span, and the zeros. Write there before anything else is added."""
+        start = self._size + self._size % 2
+        end = self._size = start + size
+        if end > len(self._numbers):
+            self._numbers = np.append(self._numbers, np.zeros(end, np.int64))
+        return Span(start, end), self._numbers[start:end]
 
     def ints(self, numbers: Items[int] | np.ndarray) -> Span:
         """Add integers and return their span."""
-        start = self._align()
-        if len(numbers):
-            self.words.frombytes(np.asarray(numbers, np.int64).tobytes())
-        return Span(start, len(self.words))
+        span, room = self.room(len(numbers))
+        room[:] = numbers
+        return span
 
     def floats(self, numbers: Items[float] | np.ndarray) -> Span:
         """Add floats, in double precision, and return their span."""
-        start = self._align()
-        self.words.frombytes(np.asarray(numbers, np.float64).tobytes())
-        return Span(start, len(self.words))
-
-    def _align(self) -> int:
-        if len(self.words) % 2 == 1:
-            self.words.append(0)
-        return len(self.words)
+        span, room = self.room(len(numbers))
+        room.view(np.float64)[:] = numbers
+        return span
 
 
 def no_tokens(device: torch.device) -> Tensor:

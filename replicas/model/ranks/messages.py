@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 import struct
-from array import array
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from replicas.model.cuda_graphs.padding import PaddedPlan
 from replicas.model.planner import FlatPass, StepMessage
@@ -18,8 +18,7 @@ _HEAD = struct.Struct("<qqq")
 _MOST_REMEMBERED = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class RankMessage:
+class RankMessage(NamedTuple):
     """Message to run a step, to sample it, or both."""
 
     number: int
@@ -58,7 +57,7 @@ class MessageForm:
     def to_bytes(self, message: RankMessage) -> bytes:
         """Return the message as bytes."""
         step = message.step
-        words: bytes | array[int] = b""
+        words: bytes | np.ndarray = b""
         if step is None:
             structure = _Structure(False, None, (), None, message.masks)
         else:
@@ -73,8 +72,7 @@ class MessageForm:
         found = self._structure_of(data[_HEAD.size : end])
         step = None
         if found.is_step:
-            words = array("q")
-            words.frombytes(memoryview(data)[end:])
+            words = np.frombuffer(data, np.int64, offset=end).copy()  # Numbers of bytes cannot be written.
             step = StepMessage(words, found.padded, found.flat, found.sampling)
         return RankMessage(number, step, bool(samples), found.masks)
 

@@ -74,13 +74,15 @@ class _Mapping:
         place = start % _CAPACITY
         first = min(len(values), _CAPACITY - place)
         self._data[place : place + first] = values[:first]
-        self._data[: len(values) - first] = values[first:]
+        if first < len(values):
+            self._data[: len(values) - first] = values[first:]
 
     def get(self, start: int, size: int) -> bytes:
         """Return the `size` bytes from position `start` on."""
         place = start % _CAPACITY
         first = min(size, _CAPACITY - place)
-        return bytes(self._data[place : place + first]) + bytes(self._data[: size - first])
+        values = bytes(self._data[place : place + first])
+        return values if first == size else values + self._data[: size - first]
 
 
 class RingWriter:

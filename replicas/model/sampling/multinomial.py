@@ -8,6 +8,7 @@ seed and the output token's index, so it is the same on every device, in every b
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,30 +86,45 @@ class RandomRows:
 
 
 class RandomColumns:
-    """Parameters of the random sampling of running sequences, in arrays by their columns in the engine's table.
-
-    Invariant: a column's numbers are those of the sequence whose admission it records.
-    """
+    """Parameters of the random sampling of sequences, in arrays by their columns in the engine's table."""
 
     def __init__(self, vocab_size: int, *, batch_invariant: bool) -> None:
         """If `batch_invariant`, all random rows count as truncated."""
         self._vocab_size = vocab_size
         self._batch_invariant = batch_invariant
-        self._admissions = np.zeros(0, np.int64)
         self._seeds = np.zeros(0, np.uint64)
         self._num_prompt_tokens = np.zeros(0, np.int64)
         self._numbers = np.zeros((0, _TOP_K + 1))
+        self._is_random = np.zeros(0, bool)
         self._is_truncated = np.zeros(0, bool)
         self._needs_total = np.zeros(0, bool)
         """True if top-p is a share of the whole vocabulary's weight."""
+
+    def enter(self, columns: BatchColumns, indices: Items[int]) -> None:
+        """Read the parameters of the items at `indices`, whose sequences have come to their columns."""
+        if (num_rows := int(columns.rows.max()) + 1) > len(self._seeds):
+            for name, column in list(vars(self).items()):
+                if isinstance(column, np.ndarray):
+                    setattr(self, name, np.resize(column, (num_rows, *column.shape[1:])))
+        for index in indices:
+            row, sequence = columns.rows.item(index), columns.sequences[index]
+            params = sequence.request.params
+            top_k = _top_k(params, self._vocab_size)
+            is_restricted = params.min_p > 0.0 or top_k < math.inf
+            self._seeds[row], self._num_prompt_tokens[row] = params.seed & _MASK, sequence.num_prompt_tokens
+            self._numbers[row] = (0.0, params.temperature, params.top_p, params.min_p, top_k)
+            self._is_random[row] = params.temperature >= GREEDY_TEMPERATURE
+            self._is_truncated[row] = self._batch_invariant or params.top_p < 1.0 or is_restricted
+            self._needs_total[row] = params.top_p < 1.0 and not is_restricted
 
     def plan(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> tuple[RandomRows | None, RandomRows | None]:
         """Add the numbers of the items, all of which sample, to `to_device`; return the truncated rows and the others.
 
         Truncated rows are those from which top-p, min-p or top-k can exclude tokens.
         """
-        self._update(columns)
-        is_random = self._numbers[columns.rows, _TEMPERATURE] >= GREEDY_TEMPERATURE
+        is_random = self._is_random[columns.rows]
+        if not np.count_nonzero(is_random):
+            return None, None
         is_truncated = self._is_truncated[columns.rows]
         return (
             self._rows((is_random & is_truncated).nonzero()[0], columns, to_device),
@@ -128,25 +144,6 @@ class RandomColumns:
             has_top_k=bool((numbers[:, _TOP_K] < math.inf).any()),
             has_top_p=bool((numbers[:, _TOP_P] < 1.0).any()),
         )
-
-    def _update(self, columns: BatchColumns) -> None:
-        """Read the parameters of the sequences that have come since the last step, and of those that do not run."""
-        rows = columns.rows
-        if (num_rows := int(rows.max()) + 1) > len(self._admissions):
-            for name, column in list(vars(self).items()):
-                if isinstance(column, np.ndarray):
-                    setattr(self, name, np.zeros((num_rows, *column.shape[1:]), column.dtype))
-        is_new = (self._admissions[rows] != columns.admissions) | (columns.admissions < 0)
-        for index in is_new.nonzero()[0].tolist():
-            row, sequence = rows.item(index), columns.sequences[index]
-            params = sequence.request.params
-            top_k = _top_k(params, self._vocab_size)
-            is_restricted = params.min_p > 0.0 or top_k < math.inf
-            self._seeds[row], self._num_prompt_tokens[row] = params.seed & _MASK, sequence.num_prompt_tokens
-            self._numbers[row] = (0.0, params.temperature, params.top_p, params.min_p, top_k)
-            self._is_truncated[row] = self._batch_invariant or params.top_p < 1.0 or is_restricted
-            self._needs_total[row] = params.top_p < 1.0 and not is_restricted
-        self._admissions[rows] = columns.admissions
 
 
 def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:

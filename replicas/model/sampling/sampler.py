@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from replicas.model.sampling.multinomial import (
 from replicas.model.sampling.token_counts import CountSlots, TokenCounts
 
 _log = logging.getLogger(__name__)
+_NO_ROWS = Span(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,7 @@ def token_counts(
     return TokenCounts(num_slots, vocab_size, device, penalize)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingPlan:
+class SamplingPlan(NamedTuple):
     """Sampling of one step's rows in the step's numbers: random and scored rows, and changes of logits."""
 
     changes: LogitsChanges
@@ -130,10 +132,19 @@ class SamplingPlanner:
         self._random = RandomColumns(vocab_size, batch_invariant=batch_invariant)
         self._logits_processors = LogitsProcessors(eos_token_ids, vocab_size, slots)
 
+    def enter(self, columns: BatchColumns, indices: Items[int]) -> None:
+        """Note that the sequences of the items at `indices` have come to their columns of the engine's table."""
+        self._random.enter(columns, indices)
+
     def plan(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> SamplingPlan:
-        """Plan the sampling of one token per item, and add its numbers to `to_device`."""
+        """Plan the sampling of one token per item, and add its numbers to `to_device`.
+
+        `enter` was called for each sequence.
+        """
         changes = self._logits_processors.plan(columns, last_rows, to_device)
         truncated, full = self._random.plan(columns, to_device)
+        if not columns.special:
+            return SamplingPlan(changes, truncated, full, _NO_ROWS, 0)
         num_logprobs = _num_logprobs(columns)
         scored = to_device.ints(list(num_logprobs))
         return SamplingPlan(changes, truncated, full, scored, max(num_logprobs.values(), default=0))
