@@ -119,7 +119,10 @@ class ColumnOwners:
     """Owners of the columns of the engine's table, by the steps planned so far."""
 
     def __init__(self) -> None:
-        self.forget()
+        self._last: np.ndarray | None = None
+        """Columns of the last step's items."""
+        self._admissions = np.zeros(0, np.int64)
+        """Number of the admission of each column's owner; 0: it has none, -1: one that does not run."""
 
     def newcomers(self, columns: BatchColumns) -> np.ndarray:
         """Return the indices of the items whose columns had other owners, and of those that do not run."""
@@ -128,15 +131,14 @@ class ColumnOwners:
         rows = self._last = columns.rows
         if (num_rows := int(rows.max(initial=-1)) + 1) > len(self._admissions):
             self._admissions = np.append(self._admissions, np.zeros(num_rows - len(self._admissions), np.int64))
-        is_new = (self._admissions[rows] != columns.admissions) | (columns.admissions < 0)
+        is_new: np.ndarray = (self._admissions[rows] != columns.admissions) | (columns.admissions < 0)
         self._admissions[rows] = columns.admissions
         return is_new.nonzero()[0]
 
     def forget(self) -> None:
         """Forget all owners: the next steps' sequences are newcomers."""
-        self._last: np.ndarray | None = None
-        self._admissions = np.zeros(0, np.int64)
-        """Number of the admission of each column's owner; 0: it has none, -1: one that does not run."""
+        self._last = None
+        self._admissions[:] = 0
 
 
 class StepPlanner:

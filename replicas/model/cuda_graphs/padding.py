@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +16,6 @@ from replicas.model.attention.plan import STATE_SLOTS, state_fields
 from replicas.model.batch.inputs import FlatBatch, LastRows, newest_ids, table_of
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 
-_NUM_TOKENS = attrgetter("num_tokens")
 _NO_WORDS = np.zeros(0, np.int64)
 
 
@@ -166,9 +163,9 @@ class StepPadding:
 
         The shapes are those of decodes, then the others. `factors` are those of the groups of layers.
         """
-        self._decode_shapes = [shape for shape in shapes if shape.num_chunks == 0]
-        self._mixed_shapes = [shape for shape in shapes if shape.num_chunks > 0]
-        self._max_rows = self._decode_shapes[-1].num_rows
+        self._decode_shapes = {shape.num_tokens: shape for shape in shapes if shape.num_chunks == 0}
+        self._mixed_shapes = {shape.num_tokens: shape for shape in shapes if shape.num_chunks > 0}
+        self._max_rows = max(self._decode_shapes)
         self._last: np.ndarray | None = None
         self._fits = False
         """True if there is a row for each of the columns of the engine's table in `_last`."""
@@ -191,8 +188,7 @@ class StepPadding:
         num_tokens, num_items = int(columns.num_tokens.sum()), len(columns.sequences)
         are_decodes = num_tokens == num_items == np.count_nonzero(columns.samples)
         shapes = self._decode_shapes if are_decodes else self._mixed_shapes
-        index = bisect_left(shapes, num_tokens, key=_NUM_TOKENS)
-        return shapes[index] if index < len(shapes) else None
+        return next((shape for size, shape in shapes.items() if size >= num_tokens), None)
 
     def plan(
         self, columns: BatchColumns, shape: StepShape, last_rows: LastRows, to_device: HostToDeviceBuffer

@@ -57,11 +57,11 @@ class MessageForm:
     def to_bytes(self, message: RankMessage) -> bytes:
         """Return the message as bytes."""
         step = message.step
-        words: bytes | np.ndarray = b""
+        words: bytes | memoryview = b""
         if step is None:
             structure = _Structure(False, None, (), None, message.masks)
         else:
-            structure, words = _Structure(True, step.padded, step.flat, step.sampling, message.masks), step.words
+            structure, words = _Structure(True, step.padded, step.flat, step.sampling, message.masks), step.words.data
         pickled = self._bytes_of(structure)
         return b"".join((_HEAD.pack(message.number, message.samples, len(pickled)), pickled, words))
 

@@ -92,6 +92,8 @@ class RingWriter:
         self._mapping = _Mapping(files)
         self._events = files.events
         self._first_words = [self._mapping.first_word(reader) for reader in range(len(files.events))]
+        self._free_until = 0
+        """Position up to which all readers were seen to leave room."""
 
     def write(self, message: bytes) -> None:
         """Write a message for all readers.
@@ -124,17 +126,24 @@ class RingWriter:
     def _write_piece(self, piece: bytes, *, is_last: bool) -> None:
         words = self._mapping.words
         written, size = words[0], _WORD + len(piece)
-        begun_s = time.monotonic()
-        while written + size - min(words[first + _READ] for first in self._first_words) > _CAPACITY:
-            if time.monotonic() - begun_s > _WRITE_LIMIT_S:
-                raise RankLost(f"a rank has read nothing for {_WRITE_LIMIT_S:.0f} s")
-            time.sleep(_PAUSE_S)
+        if written + size > self._free_until:
+            self._wait_for_room(written + size)
         head = (len(piece) << 1 | is_last) << 32 | zlib.crc32(piece)
         self._mapping.put(written, head.to_bytes(_WORD, "little") + piece)
         words[0] = written + size
         for first, event in zip(self._first_words, self._events, strict=True):
             if words[first + _SLEEPS]:
                 os.eventfd_write(event, 1)
+
+    def _wait_for_room(self, end: int) -> None:
+        """Wait until all readers have read what is in the place of the bytes up to position `end`."""
+        words, begun_s = self._mapping.words, time.monotonic()
+        while end > self._free_until:
+            self._free_until = min(words[first + _READ] for first in self._first_words) + _CAPACITY
+            if end > self._free_until:
+                if time.monotonic() - begun_s > _WRITE_LIMIT_S:
+                    raise RankLost(f"a rank has read nothing for {_WRITE_LIMIT_S:.0f} s")
+                time.sleep(_PAUSE_S)
 
 
 class RingReader:
