@@ -17,8 +17,8 @@ A test of random worlds takes `seeds`, and is marked with how many worlds there 
 Of a parametrized test that is marked `sampled(number)`, a run plays as many cases as the mark says, drawn from the
 commit's hash. `--deep` plays all.
 
-Of the modules of a folder that are marked `rotated`, a run plays half, drawn from the commit's hash. `--deep` plays
-all, and so does a run that names files.
+Modules that take long are marked `rotated`. Of those of a kind (`tests/unit`, `tests/ray`), a run plays a third, drawn
+from the commit's hash. `--deep` plays all, and so does a run that names files.
 """
 
 import random
@@ -34,6 +34,7 @@ _FIXTURE = "seeds"
 _ROOT = Path(__file__).resolve().parents[1]
 _GIT_LIMIT_S = 60.0
 _SHARE = 12
+_ROTATION = 3
 
 
 class Seeds:
@@ -129,15 +130,15 @@ def _module(item: pytest.Item) -> str:
 
 
 def _resting(items: Iterable[pytest.Item], commit: str | None) -> set[str]:
-    """Return the rotated modules that the commit does not play: half of those of each folder."""
-    folders: defaultdict[str, set[str]] = defaultdict(set)
+    """Return the rotated modules that the commit does not play: two thirds of those of each kind."""
+    kinds: defaultdict[str, set[str]] = defaultdict(set)
     for module in {_module(item) for item in items if item.get_closest_marker("rotated")}:
-        folders[module.rpartition("/")[0]].add(module)
-    return {
-        module
-        for folder, modules in folders.items()
-        for module in random.Random(f"{commit} {folder}").sample(sorted(modules), len(modules) // 2)
-    }
+        kinds["/".join(module.split("/")[:-1][:2])].add(module)
+    resting = set()
+    for kind, modules in kinds.items():
+        num_played = -(-len(modules) // _ROTATION)
+        resting |= modules.difference(random.Random(f"{commit} {kind}").sample(sorted(modules), num_played))
+    return resting
 
 
 def _sampled(items: Iterable[pytest.Item], commit: str | None) -> Iterator[pytest.Item]:

@@ -15,6 +15,8 @@ from replicas.model.attention.triton import TritonBackend
 from testkit.model.kernel_keys import Key, note_launches
 from testkit.model.paged_cases import Case, Chunks, attention_outputs
 
+pytestmark = pytest.mark.rotated
+
 QUICK = ("llama-3.2-1b", "gpt-oss-20b")
 
 

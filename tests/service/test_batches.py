@@ -24,6 +24,8 @@ from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.serving.batch_calls import MODEL_NAME, chat_body, ended, line, look, results, submit
 from testkit.serving.served import ROOT, wait_for
 
+pytestmark = pytest.mark.rotated
+
 LONG = 30_000
 """Output tokens of a request that no test waits for: many seconds."""
 

@@ -20,6 +20,8 @@ from testkit.model.pooling_checkpoints import (
 )
 from tests.service.conftest import Service, serving
 
+pytestmark = pytest.mark.rotated
+
 FILES = PoolingFiles("lasttoken", prompts={"query": "find the fox: ", "passage": ""}, max_tokens=100)
 TEXTS = ["the quick brown fox", "a", "jumps over the lazy dog, and then some more of it", "the quick brown fox jumps"]
 SIZES = (16, 32)

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 from testkit.model.engine_runs import random_prompts, reference_model, reference_tokens
 from tests.service.conftest import MODEL, Service
 
+pytestmark = pytest.mark.rotated
+
 NUM_TOKENS = 24
 GREEDY: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0}
 WITH_TOKENS = {"return_token_ids": True, "ignore_eos": True}

@@ -22,6 +22,8 @@ from serve_app.http_app import IngressSettings
 from testkit.http.local_service import local_service
 from testkit.json_schemas import fault_of
 
+pytestmark = pytest.mark.rotated
+
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "string", "minLength": 5, "maxLength": 9}, "b": {"enum": [1, 22]}},

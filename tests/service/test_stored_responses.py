@@ -18,6 +18,8 @@ from serve_app.http_app import IngressSettings
 from testkit.http.local_service import local_service
 from testkit.http.scripted_dispatcher import write_keys
 
+pytestmark = pytest.mark.rotated
+
 MODEL, BLOCK_SIZE = "demo", 16
 DEMO = str(Path(__file__).resolve().parents[2] / "replicas" / "demo")
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -19,6 +19,8 @@ from replicas.model.batch.inputs import build_inputs
 from testkit.model.compiled_kernels import need_kernels, with_threads
 from testkit.model.paged_cases import MIXTURES, Case, Chunks, attention_outputs, largest_error, sequences
 
+pytestmark = pytest.mark.rotated
+
 CPU = torch.device("cpu")
 KINDS = list(itertools.product([None, 1, 24, 40], [None, 5.0], [False, True]))
 # Products of bfloat16 numbers are exact in float32; what is left is rounding inputs and output.

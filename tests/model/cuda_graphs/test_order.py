@@ -46,6 +46,8 @@ from testkit.model.planned_states import PlannedTorchStates
 from testkit.model.recorded_gpu import DEVICE, DeviceTensor, HazardError, RecordedGpu, WaitError
 from tests.model.cuda_graphs.test_steps_ahead import check_same
 
+pytestmark = pytest.mark.rotated
+
 PARAMS = (
     SamplingParams(max_tokens=16, temperature=0.0),
     SamplingParams(max_tokens=23, top_p=0.9, seed=3),

@@ -20,6 +20,8 @@ from testkit.model.planned_gather import PlannedGather
 from testkit.model.recorded_steps import RecordedStep, num_changed_steps, record
 from tests.model.cuda_graphs.test_steps_ahead import LOOKING_BACK, PARAMS, TIGHT, check_same, requests_with
 
+pytestmark = pytest.mark.rotated
+
 EVERY_KIND = (
     *PARAMS,
     LOOKING_BACK,

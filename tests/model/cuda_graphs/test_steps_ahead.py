@@ -26,6 +26,8 @@ from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import Sizes, build_engine, load, num_preemptions, random_prompts, run
 from testkit.model.planned_gather import PlannedGather
 
+pytestmark = pytest.mark.rotated
+
 ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3", "gpt2")
 ROOMY, TIGHT = Sizes(), Sizes(num_blocks=54, block_size=4)
 PARAMS = (

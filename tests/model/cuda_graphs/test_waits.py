@@ -31,6 +31,8 @@ from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import load
 from testkit.model.tiny_checkpoints import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, tiny_config
 
+pytestmark = pytest.mark.rotated
+
 EXPERTS = {
     "mixtral", "minimax_m2", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss-window", "deepseek_v2", "deepseek_v3",
     "gemma4_text-experts",

@@ -21,6 +21,8 @@ from testkit.model.engine_runs import (
 )
 from testkit.model.tiny_checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.rotated
+
 
 class PlainRMSNorm(nn.Module):
     def __init__(self, offset: float = 0.0) -> None:

@@ -14,6 +14,8 @@ from replicas.demo import DIRECTORY
 from testkit.demo_model.corpus import SourceFile, is_held_out, read_source, standard_library
 from testkit.demo_model.evaluation import Evaluator, bits_per_byte, xz_bits_per_byte
 
+pytestmark = pytest.mark.rotated
+
 MAX_FOLDER_BYTES = 12 * 1024 * 1024
 HELD_OUT_SAMPLE = (
     "chunk.py",

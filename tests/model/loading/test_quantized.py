@@ -29,6 +29,8 @@ from testkit.model.engine_runs import (
 )
 from testkit.model.quantized_checkpoints import METHODS, Tensors, quantize_checkpoint
 
+pytestmark = pytest.mark.rotated
+
 KEPT = {
     "compressed-tensors W4A16 asymmetric": "4-bit, kept in 4 bits",
     "compressed-tensors W8A8": "8-bit, kept in 8 bits; activations stay in float32, not 8-bit int",

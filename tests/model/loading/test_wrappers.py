@@ -41,6 +41,8 @@ from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
 from testkit.model.tiny_checkpoints import tiny_config, write_checkpoint
 from testkit.model.tiny_wrappers import WRAPPERS, write_wrapper
 
+pytestmark = pytest.mark.rotated
+
 DAILY = ("gemma3", "gemma4-shared", "mistral3", "qwen2_vl", "qwen3_vl", "smolvlm")
 NUM_OUTPUT_TOKENS = 12
 PROMPTS = random_prompts((5, 33, 60))

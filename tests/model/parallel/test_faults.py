@@ -26,6 +26,8 @@ from testkit.model.engine_runs import build_engine, load, random_prompts, reques
 from testkit.model.rank_threads import following, load_parts
 from testkit.model.tiny_checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.rotated
+
 PROMPTS = random_prompts((5, 33))
 SEEDED = SamplingParams(max_tokens=40, temperature=1.0, seed=7)
 _LIMIT_S = 120.0

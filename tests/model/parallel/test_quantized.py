@@ -36,6 +36,8 @@ from testkit.model.rank_threads import following, load_parts
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.model.tiny_gguf import write_gguf
 
+pytestmark = pytest.mark.rotated
+
 NUM_OUTPUT_TOKENS = 16
 PROMPTS = random_prompts((5, 40))
 GREEDY = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0.0)

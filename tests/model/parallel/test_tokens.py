@@ -20,6 +20,8 @@ from testkit.model.rank_threads import Ranks, following, load_parts
 from tests.model.cuda_graphs.test_step_messages import every_kind
 from tests.model.cuda_graphs.test_steps_ahead import TIGHT, check_same
 
+pytestmark = pytest.mark.rotated
+
 NUM_OUTPUT_TOKENS = 16
 PROMPTS = random_prompts((5, 33, 60, 90))
 GREEDY = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0.0)

@@ -21,6 +21,8 @@ from replicas.protocol import GenerateRequest, PoolParams, SamplingParams
 from testkit.model.engine_runs import Sizes, engine_over, load, load_compiled, random_prompts, run
 from testkit.model.pooling_checkpoints import PoolingFiles, expected_vectors, write_classifier, write_encoder
 
+pytestmark = pytest.mark.rotated
+
 LENGTHS = [1, 2, 40, 100, 71, 200, 256, 3, 17, 255, 90]
 DEFAULTS = RunnerOptions()
 CASES = {

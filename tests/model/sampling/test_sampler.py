@@ -16,6 +16,8 @@ from replicas.model.sampling.multinomial import SamplingTensors, sample_full, un
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
 from testkit.model.engine_runs import sample as sample_rows
 
+pytestmark = pytest.mark.rotated
+
 EOS = 2
 
 

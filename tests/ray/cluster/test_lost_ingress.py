@@ -3,10 +3,14 @@
 import os
 import signal
 
+import pytest
+
 from testkit.serving.raylets import Raylets
 from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients
 from tests.ray.cluster.conftest import LONG, NUM_SLOTS, body
+
+pytestmark = pytest.mark.rotated
 
 
 def test_a_killed_ingress_frees_its_slots_and_is_replaced(served: Raylets, clients: Clients):

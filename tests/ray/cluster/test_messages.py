@@ -5,12 +5,16 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from serve_app.openai.tokenize.prompt_encoder import ChatTurns, PromptEncoder
 from serve_app.protocols.messages.conversion import adapted_message
 from testkit.http.message_events import checked, read_messages
 from testkit.limits import LIMIT_S
 from testkit.serving.raylets import Raylets
 from tests.ray.conftest import MODEL_NAME
+
+pytestmark = pytest.mark.rotated
 
 NUM_TURNS, FIRST_WORDS, BLOCK_TOKENS = 12, 11_900, 16
 TOOL_S = 0.4

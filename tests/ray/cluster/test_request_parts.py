@@ -16,6 +16,8 @@ from testkit.serving.raylets import Raylets
 from testkit.serving.served import wait_for
 from tests.ray.cluster.conftest import body, kill_busy_replica
 
+pytestmark = pytest.mark.rotated
+
 NUM_REQUESTS, NUM_CLIENTS, KILL_AFTER = 1000, 40, 300
 LONG_EVERY, LONG_TOKENS = 40, 600
 """Some requests are long, so that the killed replica has sequences however long the kill takes."""

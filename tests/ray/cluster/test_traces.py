@@ -18,6 +18,8 @@ from testkit.serving.streams import Clients
 from tests.ray.cluster.conftest import body
 from tests.ray.conftest import MODEL_NAME
 
+pytestmark = pytest.mark.rotated
+
 TOLERANCE_NS = 2_000_000
 
 

@@ -32,6 +32,8 @@ from replicas.protocol import Band
 from testkit.engine.shadow_runner import IDENTITY, FakeClock, decoders
 from testkit.engine.timed_runner import StepTimes, TimedRunner
 
+pytestmark = pytest.mark.rotated
+
 # Kernels whose time hardly depends on the batch, as on a device that reads its weights in every step.
 STEP_TIMES = StepTimes(base_s=20e-3, per_decode_s=0.1e-3, per_prefill_token_s=0.1e-3)
 LIMITS = Limits(max_num_seqs=8, kv_cache_tokens=4096, max_wait_s=0.5, window_s=0.1, target_s=5.0)

@@ -12,6 +12,8 @@ from bench.scale.simulator import World, fairness, jain, run
 from replicas.protocol import Band
 from serve_app.benchmark.trace import read_requests
 
+pytestmark = pytest.mark.rotated
+
 
 def test_ingresses_together_serve_as_much_as_one_and_keep_the_order_of_bands() -> None:
     alone, together = (run(World(number, 4, num_slots=8, overload=3.0, duration_s=5.0)) for number in (1, 3))

@@ -12,6 +12,8 @@ from testkit.free_port import free_port
 from testkit.model.broken_checkpoints import DAMAGES, Damage, pickle_weights
 from testkit.model.tiny_checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.rotated
+
 TROUBLESHOOTING = Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.rotated
+
 ROOT = Path(__file__).resolve().parents[3]
 SPEC = importlib.util.spec_from_file_location("make_venv", ROOT / "deploy" / "make_venv.py")
 assert SPEC is not None and SPEC.loader is not None

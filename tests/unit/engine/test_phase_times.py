@@ -9,6 +9,8 @@ from testkit.engine.random_worlds import play, random_config, random_request
 from testkit.engine.shadow_runner import World, config, request
 from tests.seeds import Seeds
 
+pytestmark = pytest.mark.rotated
+
 
 def phases_of(world: World, name: str) -> PhaseSeconds:
     last = world.outcomes[name].last

@@ -12,6 +12,8 @@ from testkit.engine.shadow_runner import Outcome, ShadowRunner, World, config, c
 from tests.seeds import Seeds
 from tests.unit.engine.test_async_scheduling import EOS, PipelinedWorld, check_outcomes
 
+pytestmark = pytest.mark.rotated
+
 LONG = prompt(30)
 
 

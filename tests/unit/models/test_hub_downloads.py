@@ -5,9 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from testkit.http.hub import COMMIT, HUB_ID, Hub, serving_hub
 from testkit.limits import LIMIT_S
 from testkit.serving.served import ROOT, clean_environment
+
+pytestmark = pytest.mark.rotated
 
 WEIGHTS = random.Random(0).randbytes(3_000_000)
 FILES = {"config.json": b"{}", "model.safetensors": WEIGHTS, "README.md": b"no", "consolidated.safetensors": b"no"}

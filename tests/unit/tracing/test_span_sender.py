@@ -18,6 +18,8 @@ from serve_app.tracing.tracer import Moment, Tracer
 from testkit.limits import until
 from testkit.otlp_receiver import OtlpReceiver, otlp_receiver
 
+pytestmark = pytest.mark.rotated
+
 BATCH_SPANS = 2048
 QUEUE_SPANS = 8 * BATCH_SPANS
 CLOSE_LIMIT_S = 3.0

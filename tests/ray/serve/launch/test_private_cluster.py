@@ -15,6 +15,8 @@ from serve_app.cli.serve import is_loopback
 from testkit.limits import LIMIT_S
 from testkit.serving.served import ROOT, Served, clean_environment, wait_for
 
+pytestmark = pytest.mark.rotated
+
 _UNARY_CALL = "/ray.serve.ASGIService/HandleRequest"
 BIN = Path(sys.executable).parent
 

@@ -20,6 +20,8 @@ from testkit.serving.served import Served, serving, stop, wait_for
 from tests.ray.conftest import MODEL_NAME
 from tests.ray.serve.launch.test_private_cluster import check_edge, check_ports
 
+pytestmark = pytest.mark.rotated
+
 NUM_LINES = 240
 OUTPUT_TOKENS = 200
 """Of each line: the batch must outlast three deaths."""

@@ -19,6 +19,8 @@ from testkit.limits import until
 from testkit.model.scripted_checkpoint import CHAT_TEMPLATE
 from tests.seeds import Seeds
 
+pytestmark = pytest.mark.rotated
+
 FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
 NO_REGEX = {"type": "grammar", "syntax": "regex", "definition": "("}
 USER = {"type": "message", "role": "user", "content": "hello"}

@@ -29,6 +29,8 @@ from serve_app.jobs.storage.schema.tables import lines
 from testkit.jobs.database_worlds import ENDPOINT, MODEL, World, body, failure, new_batch, success
 from testkit.jobs.memory_files import MemoryFiles
 
+pytestmark = pytest.mark.rotated
+
 OWNER = "owner"
 
 

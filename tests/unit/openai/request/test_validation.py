@@ -7,6 +7,8 @@ import pytest
 from serve_app.openai.request.validation import RequestLimits
 from testkit.http.api import MODEL, Api, MakeApi, card_of, refusal
 
+pytestmark = pytest.mark.rotated
+
 UNSUPPORTED, TOO_LONG = "unsupported_parameter", "context_length_exceeded"
 
 
