@@ -7,18 +7,17 @@ A test of random worlds takes `seeds`, and is marked with how many worlds there 
         for seed in seeds:
             play(random.Random(seed))
 
-1. A twelfth of the worlds has fixed seeds, from 0 upwards.
-2. As many have seeds that are drawn from the commit's hash, so that every commit explores others. Without a checkout
-   of git the fixed seeds above the first twelfth take their place.
-3. `--deep` plays all worlds with fixed seeds, and those of the commit.
-4. The report of a failure ends with the seed and with the command that plays this world alone. A seed that has found
+1. A run plays a twelfth of that number. Their seeds are drawn from the commit's hash, so that every commit explores
+   others. Without a checkout of git they are the numbers from 0 upwards.
+2. `--deep` plays all worlds with the seeds from 0 upwards, and those of the commit.
+3. The report of a failure ends with the seed and with the command that plays this world alone. A seed that has found
    something goes into the mark, `examples=(...)`, and is played in every run.
 
 Of a parametrized test that is marked `sampled(number)`, a run plays as many cases as the mark says, drawn from the
 commit's hash. `--deep` plays all.
 
-Modules that take long are marked `rotated`. Of those of a kind (`tests/unit`, `tests/ray`), a run plays a third, drawn
-from the commit's hash. `--deep` plays all, and so does a run that names files.
+Modules that take long are marked `rotated`. Of those of a kind (`tests/unit`, `tests/ray`), a run plays a quarter,
+drawn from the commit's hash. `--deep` plays all, and so does a run that names files.
 """
 
 import random
@@ -34,7 +33,7 @@ _FIXTURE = "seeds"
 _ROOT = Path(__file__).resolve().parents[1]
 _GIT_LIMIT_S = 60.0
 _SHARE = 12
-_ROTATION = 3
+_ROTATION = 4
 
 
 class Seeds:
@@ -60,18 +59,15 @@ class Seeds:
 def groups(number: int, per_call: int, test: str, commit: str | None, is_deep: bool) -> dict[str, range | list[int]]:
     """Seeds of each call of a test, by the call's name, for `number` worlds of which each call plays `per_call`."""
     num_calls = number // per_call
-    num_early = -(-num_calls // _SHARE)
-    fixed = [range(call * per_call, (call + 1) * per_call) for call in range(num_calls)]
-    found: dict[str, range | list[int]] = {
-        f"{seeds[0]}-{seeds[-1]}": seeds
-        for call, seeds in enumerate(fixed)
-        if is_deep or call < (num_early if commit is not None else 2 * num_early)
-    }
+    num_played = -(-num_calls // _SHARE)
+    num_fixed = num_calls if is_deep else num_played if commit is None else 0
+    fixed = (range(call * per_call, (call + 1) * per_call) for call in range(num_fixed))
+    calls: dict[str, range | list[int]] = {f"{seeds[0]}-{seeds[-1]}": seeds for seeds in fixed}
     if commit is not None:
         rng = random.Random(f"{commit} {test}")
-        for call in range(num_early):
-            found[f"commit-{call}"] = [rng.getrandbits(40) for _ in range(per_call)]
-    return found
+        for call in range(num_played):
+            calls[f"commit-{call}"] = [rng.getrandbits(40) for _ in range(per_call)]
+    return calls
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -130,7 +126,7 @@ def _module(item: pytest.Item) -> str:
 
 
 def _resting(items: Iterable[pytest.Item], commit: str | None) -> set[str]:
-    """Return the rotated modules that the commit does not play: two thirds of those of each kind."""
+    """Return the rotated modules that the commit does not play: three quarters of those of each kind."""
     kinds: defaultdict[str, set[str]] = defaultdict(set)
     for module in {_module(item) for item in items if item.get_closest_marker("rotated")}:
         kinds["/".join(module.split("/")[:-1][:2])].add(module)
