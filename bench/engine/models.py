@@ -65,6 +65,10 @@ LLAMA_1B = LlamaConfig(
     max_position_embeddings=8192,
     tie_word_embeddings=True,
 )
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=128_256, max_position_embeddings=8192, tie_word_embeddings=False,
+)  # fmt: skip
 GEMMA3_1B = Gemma3TextConfig(
     hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
     head_dim=256, vocab_size=262_144, max_position_embeddings=32_768, sliding_window=512, sliding_window_pattern=6,

@@ -19,7 +19,7 @@ import transformers
 from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from bench.engine.engines import GREEDY
-from bench.engine.models import GEMMA3_1B, LLAMA_1B, random_model
+from bench.engine.models import GEMMA3_1B, LLAMA_1B, LLAMA_8B, random_model
 from bench.gpu.device_time import StepTime, measure_decode, measure_prefill, release
 from bench.gpu.items import Group, Item, Outcome, Target
 from bench.gpu.model_checks import (
@@ -145,6 +145,7 @@ def _times(target: Target) -> Iterable[Group]:
     )  # fmt: skip
     yield Group("times", "steps", tuple(Item(name, partial(run, target)) for name, run in runs))
     yield Group("times", "memory", (Item("memory", partial(_memory, target)),))
+    yield Group("times", "start", (Item("first answer", partial(_first_answer, target), limit_s=240.0),))
     yield Group("times", "decodes", (Item("decodes", partial(_decodes, target), limit_s=300.0),))
 
 
@@ -442,6 +443,20 @@ def _memory(target: Target) -> Outcome:
     figures = {"share_bytes": int(share * total), "used_bytes": total - free, "blocks": runner.num_blocks}
     used = (total - free) / total
     return Outcome(used <= share + 0.02, f"{used:.1%} of the memory is used, {share:.0%} were allowed", figures)
+
+
+def _first_answer(target: Target) -> Outcome:
+    """Time two starts of an 8B model, with what takes the time."""
+    from bench.gpu.first_answer import ALL, measure_first_answers
+
+    config, dtype = (TINY, torch.float32) if target.is_tiny else (LLAMA_8B, torch.bfloat16)
+    seconds = measure_first_answers(config, dtype, target.device, is_tiny=target.is_tiny)
+    texts = (
+        f"{times[ALL]:.1f} s with the kernels' cache {name}: "
+        + ", ".join(f"{phase} {time:.1f}" for phase, time in times.items() if phase != ALL)
+        for name, times in seconds.items()
+    )
+    return Outcome(None, "; ".join(texts), {"first_answer_s": seconds})
 
 
 def _profile(target: Target) -> Outcome:

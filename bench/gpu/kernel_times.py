@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import PretrainedConfig, Qwen2Config
 
 from bench.engine.engines import GREEDY
-from bench.engine.models import LLAMA_1B, random_model
+from bench.engine.models import LLAMA_1B, LLAMA_8B, random_model
 from bench.gpu.device_time import NUM_ITERATIONS, measure_decode, median_ms, release
 from replicas.engine.batch import ScheduledSequence, StateMove
 from replicas.engine.config import EngineLimits
@@ -43,10 +43,7 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=151_936, max_position_embeddings=8192, tie_word_embeddings=True,
     ),
     "Llama-3.2-1B": LLAMA_1B,
-    "Llama-3.1-8B": LlamaConfig(
-        hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=8192, tie_word_embeddings=False,
-    ),
+    "Llama-3.1-8B": LLAMA_8B,
 }  # fmt: skip
 
 
