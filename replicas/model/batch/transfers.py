@@ -61,6 +61,10 @@ class HostToDeviceBuffer:
         self.words.frombytes(np.asarray(numbers, np.float64).tobytes())
         return Span(start, len(self.words))
 
+    def numbers(self, span: Span) -> np.ndarray:
+        """Return a copy of the numbers of `span` as integers, [len(span)] int64; those of floats are their bits."""
+        return np.array(self.words[span.start : span.stop], np.int64)
+
     def _align(self) -> int:
         if len(self.words) % 2 == 1:
             self.words.append(0)

@@ -1,4 +1,4 @@
-"""Sampling from the most probable tokens on a GPU, without a sort and without copies of the logits."""
+"""Random sampling on a GPU, without copies of the logits; from the most probable tokens without a sort."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from replicas.model.sampling.multinomial import SamplingTensors, sample_truncated
+from replicas.model.sampling.multinomial import SamplingTensors, sample_full, sample_truncated
 from replicas.model.sampling.triton_bracket_kernels import bracket_kernel, count_kernel, gather_kernel, settle_kernel
-from replicas.model.sampling.triton_kernels import draw_kernel
+from replicas.model.sampling.triton_kernels import draw_kernel, full_kernel, mass_kernel
 
 _NUM_COLUMNS = 5
 # Logits in a program's tile, and its warps: with more, compute capability 8.0 has too few registers.
@@ -20,6 +20,8 @@ _NUM_WARPS = 8
 # The same for the search in brackets, whose programs hold more numbers for each logit, and its largest sizes.
 _BRACKET_TILE, _NUM_BUCKETS, _CAPACITY = 1024, 4096, 4096
 _MASS_BITS = 62
+# Tokens of a part of a row that draws from all tokens.
+_PART = 1024
 # Programs that divide the rows among them: several for each processor, so that no last one computes alone for long.
 _NUM_PROGRAMS = 1024
 _NUM_SUMS, _NUM_BRACKET_FIELDS = 5, 8
@@ -89,6 +91,26 @@ def draw_truncated(
     return tokens
 
 
+def draw_full(logits: Tensor, rows: Tensor, columns: Tensor, peaks: Tensor, tokens: Tensor) -> None:
+    """Write to `tokens` [num_rows] int64 draws as by `sample_full` from `rows` of `logits`.
+
+    `logits` may have any float type. Rows of temperature 0 keep their tokens. See `draw_truncated` for the others.
+    """
+    assert logits.stride(1) == 1 and len(columns) == _NUM_COLUMNS * len(rows)
+    num_rows, vocab_size = len(rows), logits.shape[1]
+    num_parts = triton.cdiv(vocab_size, _PART)
+    constants = {
+        "TILE": _PART,
+        "NUM_PARTS": int(triton.next_power_of_2(num_parts)),
+        "WHOLE": float(2 ** (_MASS_BITS - vocab_size.bit_length())),
+    }
+    masses = torch.zeros(num_rows * constants["NUM_PARTS"], dtype=torch.int64, device=rows.device)
+    mass_kernel[(num_rows, num_parts)](logits, rows, columns, peaks, masses, vocab_size, logits.stride(0), **constants)
+    full_kernel[(num_rows,)](
+        logits, rows, columns, peaks, masses, tokens, vocab_size, logits.stride(0), **constants
+    )  # fmt: skip
+
+
 def draw_in_brackets(
     logits: Tensor, rows: Tensor, columns: Tensor, peaks: Tensor, whole: int, sizes: DrawSizes, *, tile_rows: int = 1
 ) -> Tensor:
@@ -130,7 +152,7 @@ def draw_in_brackets(
 
 
 def check_draw(device: torch.device, tile_rows: int = 1) -> str | None:
-    """Return a description of the difference to `sample_truncated`, which sorts; None if there is none."""
+    """Return a description of the difference to `sample_truncated` and `sample_full`; None if there is none."""
     generator = torch.Generator().manual_seed(0)
     logits = (3.0 * torch.randn(_CHECKED_ROWS, _CHECKED_VOCAB_SIZE, generator=generator)).to(device)
     logits[::2] = logits[::2].round()
@@ -147,9 +169,12 @@ def check_draw(device: torch.device, tile_rows: int = 1) -> str | None:
         tokens = draw_truncated(
             logits, rows, columns.flatten(), peaks, has_top_k=True, has_top_p=True, tile_rows=tile_rows
         )
+        full = torch.empty_like(tokens)
+        draw_full(logits, rows, columns.flatten(), peaks, full)
     except Exception as error:  # The errors of Triton and torch have no other common class.
         return f"{type(error).__name__}: {error}"
-    num_different = int((tokens != sample_truncated(logits, sampling)).sum())
-    if num_different <= _MAX_DIFFERENT_ROWS:
-        return None
-    return f"{num_different} of {_CHECKED_ROWS} rows draw another token than with a sort"
+    for found, expected in ((tokens, sample_truncated(logits, sampling)), (full, sample_full(logits, sampling))):
+        num_different = int((found != expected).sum())
+        if num_different > _MAX_DIFFERENT_ROWS:
+            return f"{num_different} of {_CHECKED_ROWS} rows draw another token than in plain torch"
+    return None

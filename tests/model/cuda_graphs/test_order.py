@@ -146,7 +146,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> RecordedGpu:
     monkeypatch.setattr(state_triton, "convolve", convolve_late)
     monkeypatch.setattr(state_triton, "advance", advance_late)
     monkeypatch.setattr(build, "choose_states", lambda spec, _: TritonStateBackend() if spec.layers else None)
-    monkeypatch.setattr(sampler, "has_draw_kernel", lambda _: False)
+    for module in (build, sampler):
+        monkeypatch.setattr(module, "has_draw_kernel", lambda _: False)
     monkeypatch.setattr(build, "choose_attention", lambda *_: TritonBackend(132, 90))
     monkeypatch.setattr(build, "token_counts", lambda *sizes: TokenCounts(*sizes[:3], penalize_by_definition))
     return recorded

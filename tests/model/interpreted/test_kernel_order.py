@@ -26,7 +26,8 @@ from tests.model.interpreted.test_panels import CPU, METHODS, load_in_panels
 pytestmark = pytest.mark.rotated
 
 SAMPLING_KERNELS = {
-    "count_kernel", "bracket_kernel", "gather_kernel", "settle_kernel", "draw_kernel", "penalize_kernel"
+    "count_kernel", "bracket_kernel", "gather_kernel", "settle_kernel", "draw_kernel", "penalize_kernel", "mask_kernel",
+    "mass_kernel", "full_kernel",
 }  # fmt: skip
 
 
@@ -40,14 +41,21 @@ def test_sampling_is_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch)
     run_late(
         monkeypatch, triton_draw, count_kernel=("counts",), bracket_kernel=("brackets",),
         gather_kernel=("sums", "listed_values", "listed_ids"), settle_kernel=("tokens",), draw_kernel=("tokens",),
+        mass_kernel=("masses",), full_kernel=("tokens",),
     )  # fmt: skip
-    run_late(monkeypatch, triton_penalties, penalize_kernel=("logits",))
+    run_late(monkeypatch, triton_penalties, penalize_kernel=("logits",), mask_kernel=("logits",))
     drawn = [params for params in test_order.PARAMS if params.top_p < 1.0 or params.repetition_penalty != 1.0]
-    monkeypatch.setattr(test_order, "PARAMS", tuple(replace(params, max_tokens=4) for params in drawn))
-    monkeypatch.setattr(sampler, "has_draw_kernel", lambda device: device.type == "cuda")
+    constrained = [replace(params, temperature=0.0) for params in test_order.PARAMS if params.grammar is not None]
+    monkeypatch.setattr(test_order, "PARAMS", tuple(replace(params, max_tokens=4) for params in (*drawn, *constrained)))
+    for module in (build, sampler):
+        monkeypatch.setattr(module, "has_draw_kernel", lambda device: device.type == "cuda")
     monkeypatch.setattr(build, "token_counts", lambda *sizes: TokenCounts(*sizes[:3], triton_penalties.penalize))
-    check_few_steps(gpu, monkeypatch, load("llama"), load("llama"), num_steps=5)
+    runner = check_few_steps(gpu, monkeypatch, load("llama"), load("llama"), num_steps=5)
     assert gpu.names >= SAMPLING_KERNELS
+    assert runner._graphs is not None
+    shapes = {id(captured.graph): shape for shape, captured in runner._graphs._sampling_graphs.items()}
+    replayed = {shapes[id(graph)] for _, graph in gpu.replays if id(graph) in shapes}
+    assert {shape.is_truncated for shape in replayed} == {shape.has_changes for shape in replayed} == {True, False}
 
 
 @pytest.mark.deep
