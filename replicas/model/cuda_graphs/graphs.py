@@ -171,7 +171,7 @@ class GraphRunner:
 
         All captures of a process use one `stream`: cuBLAS keeps a workspace for each stream that it has met. Returns
         False, and keeps no graph, if a capture fails: for example if the model's code reads a value back from the
-        device.
+        device. Without the graphs of sampling it goes on.
 
         Raises:
             ModelLoadError: the device has too little memory for the graphs.
@@ -182,8 +182,7 @@ class GraphRunner:
         try:
             for shape in reversed(self.shapes):
                 self._graphs[shape] = self._capture_one(partial(self._compute, shape), pool, stream)
-            for kind in self._sampling_shapes():
-                self._sampling_graphs[kind] = self._capture_one(partial(self._sampling.choose, kind), pool, stream)
+            self._capture_sampling(pool, stream)
         except torch.OutOfMemoryError as error:
             raise ModelLoadError(
                 f"the CUDA graphs of {self._max_rows} sequences (max_num_seqs) do not fit the memory of {device}; "
@@ -191,13 +190,24 @@ class GraphRunner:
             ) from error
         except Exception as error:  # The errors of Triton and torch have no other common class.
             self._graphs.clear()
-            self._sampling_graphs.clear()
             _log.warning("steps run without CUDA graphs, and small ones are slower: %s", error)
             return False
         taken = (free_before - torch.cuda.mem_get_info(device)[0]) / _MEBIBYTE
         duration_s = time.monotonic() - started_s
         _log.info("captured %d CUDA graphs in %.1f s and %.0f MiB", self.num_graphs, duration_s, taken)
         return True
+
+    def _capture_sampling(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Capture a graph for every shape of sampling. If one fails, keep none: graphs of passes do not need them."""
+        try:
+            for kind in self._sampling_shapes():
+                self._sampling_graphs[kind] = self._capture_one(partial(self._sampling.choose, kind), pool, stream)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # The errors of Triton and torch have no other common class.
+            self._sampling_graphs.clear()
+            self._counts = None
+            _log.warning("random sampling, penalties and masks run without CUDA graphs, and are slower: %s", error)
 
     def _capture_one(self, compute: Callable[[], _Outputs], pool: Any, stream: torch.cuda.Stream) -> _Graph[_Outputs]:
         device = self._loaded.device

@@ -48,14 +48,22 @@ def sample_greedy(logits: Tensor, cut: CutLogits | None = None) -> SampledTokens
     if cut is not None:
         highest, tokens = cut.highest(logits)
         return SampledTokens(tokens, highest.isfinite())
-    tokens = logits.argmax(dim=-1)
+    tokens = _most_probable(logits)
     # argmax prefers a NaN to any number, so the value at its index is finite only if the row has no NaN.
     return SampledTokens(tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite())
 
 
+def _most_probable(logits: Tensor) -> Tensor:
+    if not has_draw_kernel(logits.device):
+        return logits.argmax(dim=-1)
+    from replicas.model.sampling.triton_draw import most_probable
+
+    return most_probable(logits)
+
+
 @cache
 def has_draw_kernel(device: torch.device) -> bool:
-    """Return True if a kernel draws from the most probable tokens on `device`, as it does on a GPU with Triton."""
+    """Return True if kernels find and draw tokens on `device`, as they do on a GPU with Triton."""
     if device.type != "cuda":
         return False
     try:
@@ -66,7 +74,7 @@ def has_draw_kernel(device: torch.device) -> bool:
         fault = str(error)
     if fault is not None:
         _log.warning(
-            "top-p, top-k and min-p sort all logits and are slow: Triton's kernel does not work here: %s", fault
+            "top-p, top-k and min-p sort all logits and are slow: Triton's kernels do not work here: %s", fault
         )
     return fault is None
 

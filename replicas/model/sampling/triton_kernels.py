@@ -20,6 +20,51 @@ def _keys_of(values):
 
 
 @triton.jit
+def _packed(values, cells):
+    """Return int64 numbers in the order of `values`, equal ones by falling `cells`; a NaN is before all numbers."""
+    keys = tl.where(values == values, _keys_of(values), 0xFFFFFFFF).to(tl.int64)
+    return (keys << 31) | (0x7FFFFFFF - cells)
+
+
+@triton.jit
+def peak_kernel(logits, peaks, vocab_size, stride, part_size, TILE: tl.constexpr):
+    """Raise `peaks[program_id(0)]` to the largest packed logit of part `program_id(1)` of the row."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * part_size
+    last = tl.minimum(first + part_size, vocab_size)
+    highest = tl.zeros([TILE], tl.int64)
+    for begin in range(first, last, TILE):
+        cells = begin + tl.arange(0, TILE)
+        values = tl.load(logits + row * stride + cells, mask=cells < last, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(highest, tl.where(cells < last, _packed(values, cells), 0))
+    tl.atomic_max(peaks + row, tl.max(highest, 0), sem="relaxed")
+
+
+@triton.jit
+def score_kernel(
+    logits, best, log_sums, vocab_size, stride, num_parts, TILE: tl.constexpr, NUM_TOP: tl.constexpr
+):  # fmt: skip
+    """Find the most probable tokens and the weights of part `program_id(1)`, TILE tokens, of row `program_id(0)`.
+
+    `best` [num_rows, num_parts, NUM_TOP] int64 gets the largest packed logits, the largest first. What is missing is 0,
+    which is below all packed logits. `log_sums` [num_rows, num_parts] gets the logarithm of the sum of all weights.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cells = part * TILE + tl.arange(0, TILE)
+    is_cell = cells < vocab_size
+    values = tl.load(logits + row * stride + cells, mask=is_cell, other=float("-inf")).to(tl.float32)
+    peak = tl.max(values, 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(log_sums + row * num_parts + part, peak + tl.log(tl.sum(tl.exp(values - peak), 0)))
+    packed = tl.where(is_cell, _packed(values, cells), 0)
+    where = best + (row * num_parts + part) * NUM_TOP
+    for number in range(NUM_TOP):
+        highest = tl.max(packed, 0)
+        tl.store(where + number, highest)
+        packed = tl.where(packed == highest, 0, packed)
+
+
+@triton.jit
 def _values_of(keys):
     bits = tl.where((keys >> 31) == 1, keys & 0x7FFFFFFF, keys ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
