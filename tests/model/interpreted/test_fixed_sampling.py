@@ -56,10 +56,12 @@ class Worlds:
         self._rng = rng
         self._generator = torch.Generator().manual_seed(rng.randrange(1000))
         self._sequences = [
-            Sequence(GenerateRequest(f"{row}", (3, row, row), rng.choice(kinds)), 0.0, None, row)
+            Sequence(GenerateRequest(f"{row}", tuple(range(row, row + 40)), rng.choice(kinds)), 0.0, None, row)
             for row in range(MAX_ROWS)
         ]
         self._counts = [TokenCounts(MAX_ROWS, VOCAB_SIZE, CPU, penalize) for _ in "ab"]
+        for counts in self._counts:
+            counts.table[0] = torch.arange(VOCAB_SIZE) % 5  # The slot that neutral parameters name.
         slots = CountSlots(MAX_ROWS, VOCAB_SIZE)
         self._planner = SamplingPlanner(frozenset({2}), VOCAB_SIZE, slots)
         self._padding = SamplingPadding(bucket_sizes(MAX_ROWS))
@@ -81,6 +83,7 @@ class Worlds:
         self._logits[: len(items)] = 3 * torch.randn(len(items), NUM_LOGITS, generator=self._generator)
         if rng.random() < 0.3:
             self._logits[: len(items)] = self._logits[: len(items)].round()
+        self._logits[: len(items), 0] += 4  # Arrays hold zeros where nothing has been written.
         masks = self._masks(len(items)) if has_masks else None
         on_device = DeviceBuffer.of(to_device.words, self._last_tokens)
         tokens = self._compared(plan, self._logits[: len(items)], on_device, masks)
