@@ -50,7 +50,7 @@ def measure_first_answers(
 
 
 def _first_answer(model: Path, device: str, kernels: Path, *, is_tiny: bool) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.gpu.first_answer", "--model", model, "--device", device]
+    command = [sys.executable, "-m", "bench.gpu.first_answer", "--model", str(model), "--device", device]
     command += ["--started", repr(time.monotonic()), *(["--tiny"] if is_tiny else [])]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(kernels)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=True)

@@ -62,6 +62,9 @@ _SAMPLED: Mapping[str, SamplingParams] = {
     "min-p": SamplingParams(max_tokens=8, min_p=0.05),
     "5 logprobs": SamplingParams(max_tokens=8, temperature=0.0, logprobs=5),
     "penalties": SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=1.1, presence_penalty=0.5),
+    "all": SamplingParams(
+        max_tokens=8, top_p=0.95, top_k=50, min_p=0.05, logprobs=5, repetition_penalty=1.1, presence_penalty=0.5
+    ),
 }
 _CACHE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 _LIBRARIES = ("torch", "triton", "transformers", "flash-attn-3", "flash-attn", "flashinfer-python", "kernels")

@@ -33,6 +33,7 @@ from replicas.model.layers.triton_experts import expert_linear
 from replicas.model.layers.triton_ops import check_layer_ops
 from replicas.model.sampling.token_counts import CountSlots, TokenCounts, penalize_by_definition
 from replicas.model.sampling.triton_draw import check_draw
+from replicas.model.sampling.triton_logprobs import check_scores
 from replicas.model.sampling.triton_penalties import check_penalties, penalize
 from replicas.protocol import GenerateRequest, SamplingParams
 from testkit.model.paged_cases import MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
@@ -173,14 +174,15 @@ def _of_experts(inputs: Tensor, layer: ExpertLayer, index: Tensor) -> Tensor:
 
 
 def check_sampling_kernels(device: str) -> Check:
-    """Check the kernels of penalties and of the draw from the most probable tokens, each alone."""
+    """Check the kernels of penalties and masks, of draws, and of log probabilities, each alone."""
     where = torch.device(device)
     found = {
         "penalties": check_penalties(where),
-        "the draw": check_draw(where, _INTERPRETED_ROWS if device == "cpu" else 1),
+        "draws": check_draw(where, _INTERPRETED_ROWS if device == "cpu" else 1),
+        "log probabilities": check_scores(where),
     }
     faults = [f"{name}: {fault}" for name, fault in found.items() if fault is not None]
-    return Check("kernels of penalties and of the draw", not faults, "; ".join(faults) or "as plain torch")
+    return Check("kernels of sampling", not faults, "; ".join(faults) or "as plain torch")
 
 
 def check_token_counts(device: str) -> Check:

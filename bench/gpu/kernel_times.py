@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, Qwen2Config
 from bench.engine.engines import GREEDY
 from bench.engine.models import LLAMA_1B, LLAMA_8B, random_model
 from bench.gpu.device_time import NUM_ITERATIONS, measure_decode, median_ms, release
-from replicas.engine.batch import ScheduledSequence, StateMove
+from replicas.engine.batch import BatchColumns, ScheduledSequence, StateMove
 from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence as EngineSequence
 from replicas.model.attention.interface import AttentionCall, Scoring
@@ -24,12 +24,15 @@ from replicas.model.attention.state_cache import StateCache, StateLayer
 from replicas.model.attention.state_select import computed, state_calls
 from replicas.model.attention.state_triton import TritonStateBackend
 from replicas.model.attention.triton import TritonBackend
-from replicas.model.batch.inputs import build_inputs, dummy_item
+from replicas.model.batch.inputs import NO_LAST_ROWS, build_inputs, dummy_item
+from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.build import build_runner
 from replicas.model.hardware.device import compute_capability
 from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import RunnerOptions
-from replicas.model.sampling.sampler import token_counts
+from replicas.model.sampling.fixed_arrays import FixedSampling, SamplingPadding
+from replicas.model.sampling.sampler import Sampler, SamplingPlanner, sample_greedy, token_counts
+from replicas.model.sampling.token_counts import CountSlots, TokenCounts
 from replicas.protocol import GenerateRequest, SamplingParams
 from testkit.model.engine_runs import sampling_of
 
@@ -206,7 +209,10 @@ def _prefill(layer: AttentionLayer, num_tokens: int, dtype: torch.dtype, device:
 def measure_sampling(
     device: str, kinds: Mapping[str, SamplingParams], sizes: Sequence[int], vocab_size: int
 ) -> dict[str, dict[str, float]]:
-    """Return the milliseconds of the choice of tokens by kind and number of rows; each row has 1,000 tokens."""
+    """Return the milliseconds of the choice of tokens by kind and number of rows; each row has 1,000 tokens.
+
+    On a GPU it is that after a pass in graphs, without the pass.
+    """
     times: dict[str, dict[str, float]] = {}
     for kind, params in kinds.items():
         times[kind] = {}
@@ -218,9 +224,40 @@ def measure_sampling(
                 for row in range(size)
             ]
             counts = token_counts(size, vocab_size, torch.device(device))
-            choose = partial(sampling_of(vocab_size, counts=counts), logits, rows)
+            choose: Callable[[], object] = partial(sampling_of(vocab_size, counts=counts), logits, rows)
+            if counts is not None:
+                choose = _captured_sampling(logits, rows, counts)
             times[kind][str(size)] = round(median_ms(choose, device, NUM_ITERATIONS if device == "cuda" else 2), 3)
     return times
+
+
+def _captured_sampling(logits: Tensor, rows: Sequence[EngineSequence], counts: TokenCounts) -> Callable[[], object]:
+    """Return the choice of tokens after a pass in graphs: its plan, the greedy choice, a replay and the wait for it."""
+    columns = BatchColumns.of([ScheduledSequence.of(row, 0, len(row.token_ids)) for row in rows])
+    planner = SamplingPlanner(frozenset(), logits.shape[1], CountSlots(*counts.table.shape))
+    padding, fixed, sampler = SamplingPadding((len(rows),)), FixedSampling(logits, counts), Sampler(counts)
+    graph, outputs = torch.cuda.CUDAGraph(), sample_greedy(logits)
+
+    def choose(is_first: bool = False) -> None:
+        nonlocal outputs
+        to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
+        plan = planner.plan(columns, NO_LAST_ROWS, to_device)
+        plan = padding.plan(plan, len(rows), to_device, has_masks=False)
+        on_device, chosen = DeviceBuffer.of(to_device.words, no_tokens(logits.device)), sample_greedy(logits)
+        if plan.fixed is not None:
+            fixed.load(plan, chosen, on_device, None)
+            if is_first:
+                fixed.choose(plan.fixed.shape)  # compiled before it is captured
+                with torch.cuda.graph(graph):
+                    outputs = fixed.choose(plan.fixed.shape)
+            graph.replay()
+            chosen = outputs
+        sampler.launch(plan, logits, chosen, on_device, to_host)
+        to_host.close(logits.device)
+        to_host.wait()
+
+    choose(is_first=True)
+    return choose
 
 
 def measure_recurrence(device: str, layers: Mapping[str, StateLayer]) -> dict[str, dict[str, float]]:

@@ -99,6 +99,9 @@ _PARAMS = (
     SamplingParams(max_tokens=32, seed=3),
     SamplingParams(max_tokens=36, top_p=0.9, top_k=50, seed=4, logprobs=2),
     SamplingParams(max_tokens=28, temperature=0.0, stop_token_ids=tuple(range(100, 140))),
+    SamplingParams(
+        max_tokens=24, seed=5, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias=(LogitBias(9, 2.0),)
+    ),
 )
 
 

@@ -26,6 +26,7 @@ from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling.sampler import has_draw_kernel, token_counts
+from replicas.model.sampling.token_counts import TokenCounts
 
 _log = logging.getLogger(__name__)
 
@@ -95,8 +96,8 @@ def build_fitted(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     cache = grouped_cache(groups, num_blocks, limits.block_size, cache_dtype, loaded.device)
     if num_slots:
         cache.states = StateCache(loaded.state_layers, num_slots, limits.block_size, loaded.dtype, loaded.device)
-    captured = None if graphs is None else graphs.captured(cache, limits)
     counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device, loaded.agree)
+    captured = None if graphs is None else graphs.captured(cache, limits, counts)
     return FittedRunner(TorchModelRunner(loaded, cache, attention, captured, counts), limits)
 
 
@@ -167,8 +168,11 @@ class _GraphBuilder:
         self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
         self._is_possible = True
 
-    def captured(self, cache: KVCache, limits: EngineLimits) -> GraphRunner | None:
-        """Return captured CUDA graphs; None if the model prevents it, now or at an earlier call."""
+    def captured(self, cache: KVCache, limits: EngineLimits, counts: TokenCounts | None) -> GraphRunner | None:
+        """Return captured CUDA graphs; None if the model prevents it, now or at an earlier call.
+
+        Sampling is captured too, with the sampler's `counts`, if kernels do it and each row of the logits is whole.
+        """
         if not self._is_possible:
             return None
         shapes = step_shapes(
@@ -178,7 +182,8 @@ class _GraphBuilder:
             has_states=bool(self._loaded.state_layers),
             num_tables=len(cache.groups),
         )
-        graphs = GraphRunner(self._loaded, cache, self._attention, shapes)
+        is_captured = self._loaded.cut_logits is None and has_draw_kernel(self._loaded.device)
+        graphs = GraphRunner(self._loaded, cache, self._attention, shapes, counts if is_captured else None)
         self._is_possible = self._loaded.agree(graphs.capture(self._stream))
         return graphs if self._is_possible else None
 
@@ -252,7 +257,7 @@ def _measure_on_cuda(
         CudaMemory(loaded.device),
         MemoryShare(options.gpu_memory_utilization, options.num_gpus),
         run_steps,
-        lambda: None if graphs is None else graphs.captured(scratch, limits),
+        lambda: None if graphs is None else graphs.captured(scratch, limits, counts),
     )
 
 

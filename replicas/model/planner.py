@@ -17,6 +17,7 @@ from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffe
 from replicas.model.cuda_graphs.padding import PaddedPlan, StepPadding
 from replicas.model.hardware.limits import cpu_limit
 from replicas.model.loading.loaded_model import LoadedModel
+from replicas.model.sampling.fixed_arrays import SamplingPadding
 from replicas.model.sampling.logprobs import PendingLogprobs
 from replicas.model.sampling.masks import MaskThreads, PendingMasks
 from replicas.model.sampling.sampler import PendingTokens, SamplingPlan, SamplingPlanner
@@ -148,11 +149,17 @@ class StepPlanner:
     """
 
     def __init__(
-        self, loaded: LoadedModel, cache: KVCache, padding: StepPadding | None, slots: CountSlots | None
+        self,
+        loaded: LoadedModel,
+        cache: KVCache,
+        padding: StepPadding | None,
+        slots: CountSlots | None,
+        sampling_padding: SamplingPadding | None = None,
     ) -> None:
         """Make a planner of steps over `cache`. Batches that `padding` has a shape for are padded.
 
-        `slots` are those of the counts on the device; None: the host counts the tokens for penalties.
+        `slots` are those of the counts on the device; None: the host counts the tokens for penalties. After a padded
+        pass, `sampling_padding` plans the sampling too; None: it is not captured.
         """
         self._block_size = cache.block_size
         self._factors = [group.layers_per_column for group in cache.groups]
@@ -161,6 +168,7 @@ class StepPlanner:
         self._sampling = SamplingPlanner(
             loaded.eos_token_ids, loaded.vocab_size, slots, batch_invariant=loaded.is_batch_invariant
         )
+        self._sampling_padding = sampling_padding
         self._masks = MaskThreads(loaded.vocab_size, min(_MAX_MASK_THREADS, math.ceil(cpu_limit().num_cpus)))
         self._owners = ColumnOwners()
         self._last_rows = NO_LAST_ROWS
@@ -201,9 +209,11 @@ class StepPlanner:
             indices, pooled = order[columns.samples[order]], others[pooled].tolist()
         sampling = columns if not scored and len(indices) == num_items else columns.take(indices)
         plan = self._sampling.plan(sampling, self._last_rows, to_device) if len(indices) else None
+        masks = self._masks.masks_of(sampling)
+        if plan is not None and self._sampling_padding is not None and padded is not None and not flat:
+            plan = self._sampling_padding.plan(plan, len(indices), to_device, has_masks=masks is not None)
         self._last_rows = LastRows(sampling)
         message = StepMessage(to_device.words, padded, tuple(flat), plan)
-        masks = self._masks.masks_of(sampling)
         return PlannedStep(message, masks, batch, indices, sampling, pieces, pooled)
 
     @contextmanager

@@ -21,7 +21,7 @@ from replicas.model.hardware.device import cache_dtype_name
 from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.planner import FlatPass, PlannedStep, StepMessage, StepPlanner
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
-from replicas.model.sampling.masks import MaskMessage
+from replicas.model.sampling.masks import MaskMessage, RowMasks
 from replicas.model.sampling.sampler import PendingTokens, SampledTokens, Sampler, SamplingPlan, sample_greedy
 from replicas.model.sampling.token_counts import CountSlots, TokenCounts
 
@@ -96,7 +96,8 @@ class TorchModelRunner:
         self.counts_tokens = counts is not None
         """True if penalties need no token on the host."""
         slots = None if counts is None else CountSlots(*counts.table.shape)
-        self.planner = StepPlanner(loaded, cache, None if graphs is None else graphs.padding(), slots)
+        paddings = (None, None) if graphs is None else (graphs.padding(), graphs.sampling_padding())
+        self.planner = StepPlanner(loaded, cache, paddings[0], slots, paddings[1])
         """Planner of the messages."""
         self._sampler = Sampler(counts)
         self._no_tokens = self._last_tokens = no_tokens(loaded.device)
@@ -190,16 +191,24 @@ class TorchModelRunner:
             assert step.logits is not None
             with self._loaded.ops():
                 placed = None if masks is None else masks.place(self._loaded.device)
-                logits, greedy, cut = step.logits, step.greedy, self._loaded.cut_logits
+                logits, cut = step.logits, self._loaded.cut_logits
                 needs_all = placed is not None or not step.sampling.needs_highest_alone
+                chosen = self._chosen(step.sampling, step, placed)
                 if cut is not None and needs_all:
                     logits = cut.join(logits)
-                elif cut is not None and greedy is None:
-                    greedy = sample_greedy(logits, cut)
-                step.tokens = self._sampler.launch(step.sampling, logits, greedy, step.on_device, step.to_host, placed)
+                elif cut is not None and chosen is None:
+                    chosen = sample_greedy(logits, cut)
+                step.tokens = self._sampler.launch(step.sampling, logits, chosen, step.on_device, step.to_host, placed)
             self._last_tokens = step.tokens.tokens
         step.logits = None
         step.to_host.close(self._loaded.device)
+
+    def _chosen(self, plan: SamplingPlan, step: RunningStep, masks: RowMasks | None) -> SampledTokens | None:
+        """Return the tokens that graphs choose; None: the sampler chooses them."""
+        if plan.fixed is None:
+            return step.greedy if plan.is_greedy and masks is None else None
+        assert self._graphs is not None and step.greedy is not None, "the sampling is of a padded pass alone"
+        return self._graphs.sample(plan, step.greedy, step.on_device, masks)
 
     def _compute(self, flat: FlatPass, on_device: DeviceBuffer) -> tuple[Tensor, Tensor | None]:
         """Return logits [num_rows, vocab_size] of the rows that the pass needs, and hidden states of those it pools."""

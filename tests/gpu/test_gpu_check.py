@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from bench import gpu_check
 from bench.engine.models import random_model
-from bench.gpu import device_time, host_gap, mixed_trace
+from bench.gpu import device_time, first_answer, host_gap, mixed_trace
 from bench.gpu import groups as gpu_groups
 from bench.gpu.groups import groups
 from bench.gpu.items import (
@@ -126,7 +126,10 @@ def test_every_prediction_names_a_figure_that_the_check_prints(monkeypatch: pyte
     )
     measured = {("steps", "steps"), ("steps", "windows"), ("steps", "prefill"), ("steps", "sampling"),
                 ("steps", "batch-invariant steps"), ("steps", "recurrence"), ("steps", "caches in 8 bits"),
-                ("decodes", "decodes"), ("panels", "products")}  # fmt: skip
+                ("decodes", "decodes"), ("panels", "products"), ("start", "first answer")}  # fmt: skip
+    monkeypatch.setattr(
+        first_answer, "measure_first_answers", lambda *_, **__: {name: {"all": 1.0} for name in ("empty", "filled")}
+    )
     panel_times = pytest.importorskip("bench.gpu.panel_times")
     monkeypatch.setattr(panel_times, "measure_panels", lambda *_, **__: [
         panel_times.PanelTime(form, f"{number} rows", 1.0, 1.0)

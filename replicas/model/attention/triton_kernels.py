@@ -24,6 +24,10 @@ read as bits, because not every device converts it. Without HAS_SCALES the scale
 With REST_WIDTH values are the first VALUE_SIZE numbers of the keys (latent attention), so that a tile of the cache is
 read once for both. KEY_WIDTH is VALUE_WIDTH then, and the other numbers of a key are a tile of REST_WIDTH columns.
 HEADS_PER_KEY KV heads are one head of the cache: so many query heads share a key that one program cannot have them all.
+
+A prompt from position 0 reads its keys by the table, too, although the step's own rows have the same numbers. Compiled
+for 9.0 and heads of 128, the loop over keys has 593 instructions. With a choice of rows or table by chunk it has 660,
+and still waits for block ids. With a loop for each, each matrix product waits for the one before.
 """
 
 from __future__ import annotations

@@ -75,6 +75,10 @@ class HostToDeviceBuffer:
         room.view(np.float64)[:] = numbers
         return span
 
+    def numbers(self, span: Span) -> np.ndarray:
+        """Return the numbers of `span` as integers, [len(span)] int64; those of floats are their bits."""
+        return self._numbers[span.start : span.stop]
+
 
 def no_tokens(device: torch.device) -> Tensor:
     """Return the tokens that no step has sampled, [0] int64."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from itertools import product
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +26,10 @@ from replicas.model.batch.transfers import DeviceBuffer
 from replicas.model.cuda_graphs.buffers import StepBuffers
 from replicas.model.cuda_graphs.padding import PaddedPlan, StepPadding, StepShape
 from replicas.model.loading.loaded_model import LoadedModel
-from replicas.model.sampling.sampler import SampledTokens, sample_greedy
+from replicas.model.sampling.fixed_arrays import FixedSampling, SamplingPadding
+from replicas.model.sampling.masks import RowMasks
+from replicas.model.sampling.sampler import SampledTokens, SamplingPlan, SamplingShape, sample_greedy
+from replicas.model.sampling.token_counts import TokenCounts
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +38,7 @@ PlannedAttention = Callable[[KVCache, Tensor, AttentionPlan], AttentionContext]
 PlannedStates = Callable[[StateCache, StatePlan], StateContext]
 """The same for recurrent state."""
 _MEBIBYTE = 2**20
+_Outputs = TypeVar("_Outputs")
 
 
 _MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
@@ -93,20 +98,28 @@ class StepOutputs:
 
     def first(self, num_rows: int) -> StepOutputs:
         """Return the outputs of the first `num_rows` rows."""
-        greedy = SampledTokens(self.greedy.tokens[:num_rows], self.greedy.is_finite[:num_rows])
-        return StepOutputs(self.logits[:num_rows], greedy)
+        return StepOutputs(self.logits[:num_rows], self.greedy.first(num_rows))
 
 
 class GraphRunner:
     """Runner of small steps, which are padded to the next captured shape with tokens that have no sequence.
 
-    A graph holds the whole forward pass and the greedy choice. A shape without a graph runs the same code eagerly.
+    A graph holds the whole forward pass and the greedy choice. A second one, by the number of rows, holds every other
+    choice of tokens: masks are known later than the pass. A shape without a graph runs the same code eagerly.
     """
 
     def __init__(
-        self, loaded: LoadedModel, cache: KVCache, attention: PlannedAttention, shapes: Items[StepShape]
+        self,
+        loaded: LoadedModel,
+        cache: KVCache,
+        attention: PlannedAttention,
+        shapes: Items[StepShape],
+        counts: TokenCounts | None = None,
     ) -> None:
-        """Make a runner of steps of `shapes`, in order of size: those of decodes, then the others."""
+        """Make a runner of steps of `shapes`, in order of size: those of decodes, then the others.
+
+        `counts` are the sampler's, for the graphs of other choices; None: there are none.
+        """
         self._loaded = loaded
         self._cache = cache
         self._attention = attention
@@ -117,17 +130,23 @@ class GraphRunner:
         self._max_rows = max(shape.num_rows for shape in shapes)
         self._buffers = StepBuffers(shapes, self._max_blocks, cache.block_size, loaded.device)
         self._logits: Tensor | None = None
-        self._graphs: dict[StepShape, _Graph] = {}
+        self._counts = counts
+        self._graphs: dict[StepShape, _Graph[StepOutputs]] = {}
+        self._sampling_graphs: dict[SamplingShape, _Graph[SampledTokens]] = {}
 
     def padding(self) -> StepPadding:
         """Return a new planner of the steps."""
         factors = [group.layers_per_column for group in self._cache.groups]
         return StepPadding(self.shapes, self._cache.block_size, self._max_blocks, factors)
 
+    def sampling_padding(self) -> SamplingPadding | None:
+        """Return a new planner of the sampling in graphs; None: there are no graphs for it."""
+        return None if self._counts is None else SamplingPadding(self._row_sizes)
+
     @property
     def num_graphs(self) -> int:
         """Number of captured graphs."""
-        return len(self._graphs)
+        return len(self._graphs) + len(self._sampling_graphs)
 
     def run(self, plan: PaddedPlan, on_device: DeviceBuffer) -> StepOutputs:
         """Run a planned pass; return one row for each item that samples."""
@@ -136,13 +155,23 @@ class GraphRunner:
         outputs = self._compute(plan.shape) if graph is None else graph.replay()
         return outputs.first(plan.num_rows)
 
+    def sample(
+        self, plan: SamplingPlan, greedy: SampledTokens, on_device: DeviceBuffer, masks: RowMasks | None
+    ) -> SampledTokens:
+        """Return the tokens of the pass that has just run, by a plan in fixed arrays. `greedy` is the pass's choice."""
+        assert plan.fixed is not None
+        self._sampling.load(plan, greedy, on_device, masks)
+        graph = self._sampling_graphs.get(plan.fixed.shape)
+        chosen = self._sampling.choose(plan.fixed.shape) if graph is None else graph.replay()
+        return chosen.first(plan.fixed.num_rows)
+
     @torch.inference_mode()
     def capture(self, stream: torch.cuda.Stream) -> bool:
         """Capture a graph for every shape. The largest is the first, and the smaller ones share its memory.
 
         All captures of a process use one `stream`: cuBLAS keeps a workspace for each stream that it has met. Returns
         False, and keeps no graph, if a capture fails: for example if the model's code reads a value back from the
-        device.
+        device. Without the graphs of sampling it goes on.
 
         Raises:
             ModelLoadError: the device has too little memory for the graphs.
@@ -152,7 +181,8 @@ class GraphRunner:
         pool = torch.cuda.graph_pool_handle()
         try:
             for shape in reversed(self.shapes):
-                self._graphs[shape] = self._capture_one(shape, pool, stream)
+                self._graphs[shape] = self._capture_one(partial(self._compute, shape), pool, stream)
+            self._capture_sampling(pool, stream)
         except torch.OutOfMemoryError as error:
             raise ModelLoadError(
                 f"the CUDA graphs of {self._max_rows} sequences (max_num_seqs) do not fit the memory of {device}; "
@@ -164,21 +194,48 @@ class GraphRunner:
             return False
         taken = (free_before - torch.cuda.mem_get_info(device)[0]) / _MEBIBYTE
         duration_s = time.monotonic() - started_s
-        _log.info("captured %d CUDA graphs in %.1f s and %.0f MiB", len(self._graphs), duration_s, taken)
+        _log.info("captured %d CUDA graphs in %.1f s and %.0f MiB", self.num_graphs, duration_s, taken)
         return True
 
-    def _capture_one(self, shape: StepShape, pool: Any, stream: torch.cuda.Stream) -> _Graph:
+    def _capture_sampling(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Capture a graph for every shape of sampling. If one fails, keep none: graphs of passes do not need them."""
+        try:
+            for kind in self._sampling_shapes():
+                self._sampling_graphs[kind] = self._capture_one(partial(self._sampling.choose, kind), pool, stream)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # The errors of Triton and torch have no other common class.
+            self._sampling_graphs.clear()
+            self._counts = None
+            _log.warning("random sampling, penalties and masks run without CUDA graphs, and are slower: %s", error)
+
+    def _capture_one(self, compute: Callable[[], _Outputs], pool: Any, stream: torch.cuda.Stream) -> _Graph[_Outputs]:
         device = self._loaded.device
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._compute(shape)  # The first run compiles kernels and allocates workspaces.
+            compute()  # The first run compiles kernels and allocates workspaces.
             with _refusing_to_wait():
-                self._compute(shape)
+                compute()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            outputs = self._compute(shape)
+            outputs = compute()
         return _Graph(graph, outputs)
+
+    @property
+    def _row_sizes(self) -> list[int]:
+        return [shape.num_rows for shape in self.shapes if shape.num_chunks == 0]
+
+    @cached_property
+    def _sampling(self) -> FixedSampling:
+        """Sampling in fixed arrays, of the logits that all shapes share. A pass has run."""
+        assert self._counts is not None and self._logits is not None
+        return FixedSampling(self._logits, self._counts)
+
+    def _sampling_shapes(self) -> Iterable[SamplingShape]:
+        """Return the shapes of sampling to capture, the largest first."""
+        kinds = product(reversed(self._row_sizes), (True, False), (True, False))
+        return () if self._counts is None else (SamplingShape(*kind) for kind in kinds)
 
     def _compute(self, shape: StepShape) -> StepOutputs:
         inputs = self._buffers.inputs(shape)
@@ -215,12 +272,12 @@ def _refusing_to_wait() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
-    """Captured pass and its output tensors, which each replay overwrites."""
+class _Graph(Generic[_Outputs]):
+    """Captured operations and their output tensors, which each replay overwrites."""
 
     graph: torch.cuda.CUDAGraph
-    outputs: StepOutputs
+    outputs: _Outputs
 
-    def replay(self) -> StepOutputs:
+    def replay(self) -> _Outputs:
         self.graph.replay()
         return self.outputs

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from replicas.model.batch.transfers import DeviceToHostBuffer, PendingTensor
 from replicas.protocol import PositionLogprobs, TokenLogprob
 
+_log = logging.getLogger(__name__)
 # Rows converted to float32 at once. It bounds the memory of the copies.
 _MAX_SLICE_ROWS = 64
 
@@ -41,6 +44,22 @@ class PendingLogprobs:
         ]
 
 
+@cache
+def has_score_kernel(device: torch.device) -> bool:
+    """Return True if a kernel finds log probabilities on `device`, as it does on a GPU with Triton."""
+    if device.type != "cuda":
+        return False
+    try:
+        from replicas.model.sampling.triton_logprobs import check_scores  # Only torch for CUDA installs Triton.
+
+        fault = check_scores(device)
+    except ImportError as error:
+        fault = str(error)
+    if fault is not None:
+        _log.warning("log probabilities are slow: Triton's kernel does not work here: %s", fault)
+    return fault is None
+
+
 def launch_logprobs(logits: Tensor, chosen_ids: Tensor, max_top: int, to_host: DeviceToHostBuffer) -> PendingLogprobs:
     """Launch the log probabilities of one chosen token and of the `max_top` most probable tokens of each row.
 
@@ -51,6 +70,12 @@ def launch_logprobs(logits: Tensor, chosen_ids: Tensor, max_top: int, to_host: D
         to_host: buffer that receives the results.
     """
     max_top = min(max_top, logits.shape[1])
+    if has_score_kernel(logits.device):
+        from replicas.model.sampling.triton_logprobs import MOST_TOP, scored
+
+        if max_top <= MOST_TOP:
+            found, ids = scored(logits, chosen_ids, max_top)
+            return PendingLogprobs(to_host.add(found), to_host.add(ids))
     values, top_ids = [], []
     for first in range(0, len(chosen_ids), _MAX_SLICE_ROWS):
         rows = slice(first, first + _MAX_SLICE_ROWS)

@@ -38,6 +38,10 @@ class SampledTokens:
     tokens: Tensor  # [num_rows] int64
     is_finite: Tensor  # [num_rows] bool: False if the row's logits are not finite; its token is then any valid id
 
+    def first(self, num_rows: int) -> SampledTokens:
+        """Return the tokens of the first `num_rows` rows."""
+        return SampledTokens(self.tokens[:num_rows], self.is_finite[:num_rows])
+
 
 def sample_greedy(logits: Tensor, cut: CutLogits | None = None) -> SampledTokens:
     """Return the most probable token of each row of logits [num_rows, vocab_size], any float type.
@@ -47,14 +51,22 @@ def sample_greedy(logits: Tensor, cut: CutLogits | None = None) -> SampledTokens
     if cut is not None:
         highest, tokens = cut.highest(logits)
         return SampledTokens(tokens, highest.isfinite())
-    tokens = logits.argmax(dim=-1)
+    tokens = _most_probable(logits)
     # argmax prefers a NaN to any number, so the value at its index is finite only if the row has no NaN.
     return SampledTokens(tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite())
 
 
+def _most_probable(logits: Tensor) -> Tensor:
+    if not has_draw_kernel(logits.device):
+        return logits.argmax(dim=-1)
+    from replicas.model.sampling.triton_draw import most_probable
+
+    return most_probable(logits)
+
+
 @cache
 def has_draw_kernel(device: torch.device) -> bool:
-    """Return True if a kernel draws from the most probable tokens on `device`, as it does on a GPU with Triton."""
+    """Return True if kernels find and draw tokens on `device`, as they do on a GPU with Triton."""
     if device.type != "cuda":
         return False
     try:
@@ -65,7 +77,7 @@ def has_draw_kernel(device: torch.device) -> bool:
         fault = str(error)
     if fault is not None:
         _log.warning(
-            "top-p, top-k and min-p sort all logits and are slow: Triton's kernel does not work here: %s", fault
+            "top-p, top-k and min-p sort all logits and are slow: Triton's kernels do not work here: %s", fault
         )
     return fault is None
 
@@ -92,6 +104,32 @@ def token_counts(
     return TokenCounts(num_slots, vocab_size, device, penalize)
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingShape:
+    """Kind of sampling, and the number of rows to which a step's rows are padded."""
+
+    num_rows: int
+    is_truncated: bool
+    """True if some row draws from a part of the tokens."""
+    has_changes: bool
+    """True if some logits are changed or masked."""
+
+    @property
+    def num_cells(self) -> int:
+        """Number of cells of an array of rows: an even one, so that each begins at a multiple of 16 bytes."""
+        return self.num_rows + self.num_rows % 2
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPlan:
+    """Sampling of one step's rows in the fixed arrays of a captured graph, see `fixed_arrays`."""
+
+    shape: SamplingShape
+    num_rows: int
+    """Rows of the step: the first ones."""
+    words: Span
+
+
 class SamplingPlan(NamedTuple):
     """Sampling of one step's rows in the step's numbers: random and scored rows, and changes of logits."""
 
@@ -102,6 +140,8 @@ class SamplingPlan(NamedTuple):
     """Rows whose log probabilities are returned."""
     max_top: int
     """Number of most probable tokens to score in each of these."""
+    fixed: FixedPlan | None = None
+    """The same rows and changes for a captured graph; None: the sampler launches its operations one by one."""
 
     @property
     def is_greedy(self) -> bool:
@@ -169,7 +209,7 @@ class Sampler:
         self,
         plan: SamplingPlan,
         logits: Tensor,
-        greedy: SampledTokens | None,
+        chosen: SampledTokens | None,
         on_device: DeviceBuffer,
         to_host: DeviceToHostBuffer,
         masks: RowMasks | None = None,
@@ -179,19 +219,19 @@ class Sampler:
         Args:
             plan: plan of the rows.
             logits: [num_rows, vocab_size], any float type; not changed.
-            greedy: the greedy choice, if it was computed already, else None.
+            chosen: the choice, if it was computed already, else None.
             on_device: the step's numbers.
             to_host: buffer that receives the tokens.
             masks: the tokens that constrained rows may take.
         """
-        if greedy is None or masks is not None or not plan.is_greedy:
-            greedy = self._choose(plan, logits, on_device, masks)
+        if chosen is None:
+            chosen = self._choose(plan, logits, on_device, masks)
         logprobs = None
         if plan.scored:
             rows = on_device.ints(plan.scored)
-            logprobs = launch_logprobs(logits[rows], greedy.tokens[rows], plan.max_top, to_host)
-        pending = to_host.add(torch.stack([greedy.tokens, greedy.is_finite.long()]))
-        return PendingTokens(greedy.tokens, pending, logprobs)
+            logprobs = launch_logprobs(logits[rows], chosen.tokens[rows], plan.max_top, to_host)
+        pending = to_host.add(torch.stack([chosen.tokens, chosen.is_finite.long()]))
+        return PendingTokens(chosen.tokens, pending, logprobs)
 
     def _choose(
         self, plan: SamplingPlan, logits: Tensor, on_device: DeviceBuffer, masks: RowMasks | None
@@ -204,11 +244,22 @@ class Sampler:
         sampled = sample_greedy(processed)
         if plan.full is not None:
             rows = on_device.ints(plan.full.rows)
-            sampled.tokens[rows] = sample_full(_select(processed, rows), plan.full.place(on_device))
+            sampled.tokens[rows] = _draw_full(processed, rows, sampled.tokens, plan.full, on_device)
         if plan.truncated is not None:
             rows = on_device.ints(plan.truncated.rows)
             sampled.tokens[rows] = _draw_truncated(processed, rows, sampled.tokens, plan.truncated, on_device)
         return sampled
+
+
+def _draw_full(logits: Tensor, rows: Tensor, peaks: Tensor, random: RandomRows, on_device: DeviceBuffer) -> Tensor:
+    """Return the tokens of `rows`, [len(rows)] int64. `peaks` are the most probable tokens of these rows of logits."""
+    if not has_draw_kernel(logits.device):
+        return sample_full(_select(logits, rows), random.place(on_device))
+    from replicas.model.sampling.triton_draw import draw_full
+
+    tokens = torch.empty_like(rows)
+    draw_full(logits, rows, on_device.floats(random.columns), peaks, tokens)
+    return tokens
 
 
 def _draw_truncated(logits: Tensor, rows: Tensor, peaks: Tensor, random: RandomRows, on_device: DeviceBuffer) -> Tensor:

@@ -58,17 +58,21 @@ class TokenCounts:
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, penalize: Penalize) -> None:
         """Allocate `num_slots` slots: as many as sequences run at a time."""
-        self._penalize = penalize
+        self.penalize = penalize
         self._cells = torch.zeros(num_slots * vocab_size + 1, dtype=torch.int32, device=device)
         self.table = self._cells[:-1].view(num_slots, vocab_size)
 
     def apply(self, plan: PenaltyPlan, logits: Tensor, on_device: DeviceBuffer) -> None:
         """Let the counts grow, and change `logits` [., vocab_size] float32 in place. Called once for each plan."""
-        self._grow(plan, on_device)
+        self.grow_by_known(plan, on_device)
+        if plan.sampled_slots:
+            tokens = on_device.last_tokens[on_device.ints(plan.sampled_rows)]
+            self.grow_by_sampled(on_device.ints(plan.sampled_slots), tokens)
         penalties = on_device.floats(plan.penalties).view(-1, 3)
-        self._penalize(logits, on_device.ints(plan.rows), on_device.ints(plan.slots), penalties, self.table)
+        self.penalize(logits, on_device.ints(plan.rows), on_device.ints(plan.slots), penalties, self.table)
 
-    def _grow(self, plan: PenaltyPlan, on_device: DeviceBuffer) -> None:
+    def grow_by_known(self, plan: PenaltyPlan, on_device: DeviceBuffer) -> None:
+        """Let the counts grow by the tokens that the host knows."""
         table, cells = self.table, self._cells
         if plan.new_slots:
             table.index_fill_(0, on_device.ints(plan.new_slots), 0)
@@ -77,15 +81,13 @@ class TokenCounts:
         if plan.output_cells:
             grown = on_device.ints(plan.output_cells)
             cells.index_add_(0, grown, torch.ones_like(grown, dtype=cells.dtype))
-        if plan.sampled_slots:
-            tokens = on_device.last_tokens[on_device.ints(plan.sampled_rows)]
-            # The last cell belongs to no slot: it takes tokens that are not in the vocabulary.
-            grown = torch.where(
-                tokens < table.shape[1],
-                on_device.ints(plan.sampled_slots) + tokens,
-                torch.full_like(tokens, table.numel()),
-            )
-            cells.index_add_(0, grown, torch.ones_like(grown, dtype=cells.dtype))
+
+    def grow_by_sampled(self, slots: Tensor, tokens: Tensor) -> None:
+        """Let the counts grow by `tokens` [num_tokens] int64 in the slots that begin at the cells `slots`, -1: none."""
+        # The last cell belongs to no slot: it takes tokens that are not in the vocabulary.
+        is_counted = (tokens < self.table.shape[1]) & (slots >= 0)
+        grown = torch.where(is_counted, slots + tokens, torch.full_like(tokens, self.table.numel()))
+        self._cells.index_add_(0, grown, torch.ones_like(grown, dtype=self._cells.dtype))
 
 
 @dataclass(slots=True)

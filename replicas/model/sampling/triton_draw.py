@@ -1,4 +1,4 @@
-"""Sampling from the most probable tokens on a GPU, without a sort and without copies of the logits."""
+"""Random sampling on a GPU, without copies of the logits; from the most probable tokens without a sort."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from replicas.model.sampling.multinomial import SamplingTensors, sample_truncated
+from replicas.model.sampling.multinomial import SamplingTensors, sample_full, sample_truncated
 from replicas.model.sampling.triton_bracket_kernels import bracket_kernel, count_kernel, gather_kernel, settle_kernel
-from replicas.model.sampling.triton_kernels import draw_kernel
+from replicas.model.sampling.triton_kernels import draw_kernel, full_kernel, mass_kernel, peak_kernel
 
 _NUM_COLUMNS = 5
 # Logits in a program's tile, and its warps: with more, compute capability 8.0 has too few registers.
@@ -20,8 +20,11 @@ _NUM_WARPS = 8
 # The same for the search in brackets, whose programs hold more numbers for each logit, and its largest sizes.
 _BRACKET_TILE, _NUM_BUCKETS, _CAPACITY = 1024, 4096, 4096
 _MASS_BITS = 62
+# Tokens of a part of a row that draws from all tokens.
+_PART = 1024
 # Programs that divide the rows among them: several for each processor, so that no last one computes alone for long.
 _NUM_PROGRAMS = 1024
+_LARGEST_ID = 2**31 - 1
 _NUM_SUMS, _NUM_BRACKET_FIELDS = 5, 8
 # A uniform number may lie where two ways to round an exponential function differ.
 _MAX_DIFFERENT_ROWS = 1
@@ -89,6 +92,43 @@ def draw_truncated(
     return tokens
 
 
+def most_probable(logits: Tensor) -> Tensor:
+    """Return the first of the most probable tokens of each row of `logits`, any float type, [num_rows] int64.
+
+    A NaN counts as more probable than all numbers, as for `torch.argmax`, whose programs have a whole row each.
+    """
+    assert logits.stride(1) == 1
+    num_rows, vocab_size = logits.shape
+    num_parts, part_size = _parts(num_rows, vocab_size, _BRACKET_TILE)
+    peaks = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
+    peak_kernel[(num_rows, num_parts)](logits, peaks, vocab_size, logits.stride(0), part_size, TILE=_BRACKET_TILE)
+    return _LARGEST_ID - (peaks & _LARGEST_ID)
+
+
+def _parts(num_rows: int, vocab_size: int, tile: int) -> tuple[int, int]:
+    """Return the number of parts that each row is divided into, and their size: a multiple of a tile."""
+    num_tiles = triton.cdiv(vocab_size, tile)
+    part_size = tile * triton.cdiv(num_tiles, min(num_tiles, max(1, _NUM_PROGRAMS // num_rows)))
+    return triton.cdiv(vocab_size, part_size), part_size
+
+
+def draw_full(logits: Tensor, rows: Tensor, columns: Tensor, peaks: Tensor, tokens: Tensor) -> None:
+    """Write to `tokens` [num_rows] int64 draws as by `sample_full` from `rows` of `logits`.
+
+    `logits` may have any float type. Rows of temperature 0 keep their tokens. See `draw_truncated` for the others.
+    """
+    assert logits.stride(1) == 1 and len(columns) == _NUM_COLUMNS * len(rows)
+    num_rows, vocab_size = len(rows), logits.shape[1]
+    num_parts = triton.cdiv(vocab_size, _PART)
+    width = int(triton.next_power_of_2(num_parts))
+    constants = {"TILE": _PART, "NUM_PARTS": width, "WHOLE": float(2 ** (_MASS_BITS - vocab_size.bit_length()))}
+    masses = torch.zeros(num_rows * width, dtype=torch.int64, device=rows.device)
+    mass_kernel[(num_rows, num_parts)](logits, rows, columns, peaks, masses, vocab_size, logits.stride(0), **constants)
+    full_kernel[(num_rows,)](
+        logits, rows, columns, peaks, masses, tokens, vocab_size, logits.stride(0), **constants
+    )  # fmt: skip
+
+
 def draw_in_brackets(
     logits: Tensor, rows: Tensor, columns: Tensor, peaks: Tensor, whole: int, sizes: DrawSizes, *, tile_rows: int = 1
 ) -> Tensor:
@@ -98,9 +138,7 @@ def draw_in_brackets(
     """
     num_rows, vocab_size, stride = len(rows), logits.shape[1], logits.stride(0)
     tile = min(_BRACKET_TILE, int(triton.next_power_of_2(vocab_size)))
-    num_tiles = triton.cdiv(vocab_size, tile)
-    part_size = tile * triton.cdiv(num_tiles, min(num_tiles, max(1, _NUM_PROGRAMS // num_rows)))
-    num_parts = triton.cdiv(vocab_size, part_size)
+    num_parts, part_size = _parts(num_rows, vocab_size, tile)
     # A token beyond the last bucket has a weight so small that its mass is 0.
     scale = sizes.num_buckets / ((whole + 1) * math.log(2))
     num_counts = num_rows * sizes.num_buckets // 2
@@ -130,7 +168,7 @@ def draw_in_brackets(
 
 
 def check_draw(device: torch.device, tile_rows: int = 1) -> str | None:
-    """Return a description of the difference to `sample_truncated`, which sorts; None if there is none."""
+    """Return a description of the difference to `sample_truncated`, `sample_full` and `argmax`; None: there is none."""
     generator = torch.Generator().manual_seed(0)
     logits = (3.0 * torch.randn(_CHECKED_ROWS, _CHECKED_VOCAB_SIZE, generator=generator)).to(device)
     logits[::2] = logits[::2].round()
@@ -143,13 +181,18 @@ def check_draw(device: torch.device, tile_rows: int = 1) -> str | None:
     sampling = SamplingTensors(drawn, temperature, top_p, min_p, top_k, needs_total=True)
     try:
         rows = torch.arange(_CHECKED_ROWS, device=device)
-        peaks = logits.argmax(-1)
+        peaks = most_probable(logits)
         tokens = draw_truncated(
             logits, rows, columns.flatten(), peaks, has_top_k=True, has_top_p=True, tile_rows=tile_rows
         )
+        full = torch.empty_like(tokens)
+        draw_full(logits, rows, columns.flatten(), peaks, full)
     except Exception as error:  # The errors of Triton and torch have no other common class.
         return f"{type(error).__name__}: {error}"
-    num_different = int((tokens != sample_truncated(logits, sampling)).sum())
-    if num_different <= _MAX_DIFFERENT_ROWS:
-        return None
-    return f"{num_different} of {_CHECKED_ROWS} rows draw another token than with a sort"
+    if not torch.equal(peaks, logits.argmax(-1)):
+        return "some most probable tokens are others than in plain torch"
+    for found, expected in ((tokens, sample_truncated(logits, sampling)), (full, sample_full(logits, sampling))):
+        num_different = int((found != expected).sum())
+        if num_different > _MAX_DIFFERENT_ROWS:
+            return f"{num_different} of {_CHECKED_ROWS} rows draw another token than in plain torch"
+    return None

@@ -20,6 +20,51 @@ def _keys_of(values):
 
 
 @triton.jit
+def _packed(values, cells):
+    """Return int64 numbers in the order of `values`, equal ones by falling `cells`; a NaN is before all numbers."""
+    keys = tl.where(values == values, _keys_of(values), 0xFFFFFFFF).to(tl.int64)
+    return (keys << 31) | (0x7FFFFFFF - cells)
+
+
+@triton.jit
+def peak_kernel(logits, peaks, vocab_size, stride, part_size, TILE: tl.constexpr):
+    """Raise `peaks[program_id(0)]` to the largest packed logit of part `program_id(1)` of the row."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * part_size
+    last = tl.minimum(first + part_size, vocab_size)
+    highest = tl.zeros([TILE], tl.int64)
+    for begin in range(first, last, TILE):
+        cells = begin + tl.arange(0, TILE)
+        values = tl.load(logits + row * stride + cells, mask=cells < last, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(highest, tl.where(cells < last, _packed(values, cells), 0))
+    tl.atomic_max(peaks + row, tl.max(highest, 0), sem="relaxed")
+
+
+@triton.jit
+def score_kernel(
+    logits, best, log_sums, vocab_size, stride, num_parts, TILE: tl.constexpr, NUM_TOP: tl.constexpr
+):  # fmt: skip
+    """Find the most probable tokens and the weights of part `program_id(1)`, TILE tokens, of row `program_id(0)`.
+
+    `best` [num_rows, num_parts, NUM_TOP] int64 gets the largest packed logits, the largest first. What is missing is 0,
+    which is below all packed logits. `log_sums` [num_rows, num_parts] gets the logarithm of the sum of all weights.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cells = part * TILE + tl.arange(0, TILE)
+    is_cell = cells < vocab_size
+    values = tl.load(logits + row * stride + cells, mask=is_cell, other=float("-inf")).to(tl.float32)
+    peak = tl.max(values, 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(log_sums + row * num_parts + part, peak + tl.log(tl.sum(tl.exp(values - peak), 0)))
+    packed = tl.where(is_cell, _packed(values, cells), 0)
+    where = best + (row * num_parts + part) * NUM_TOP
+    for number in range(NUM_TOP):
+        highest = tl.max(packed, 0)
+        tl.store(where + number, highest)
+        packed = tl.where(packed == highest, 0, packed)
+
+
+@triton.jit
 def _values_of(keys):
     bits = tl.where((keys >> 31) == 1, keys & 0x7FFFFFFF, keys ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
@@ -140,6 +185,69 @@ def penalize_kernel(
     offsets = (-presence - frequency * num_outputs.to(tl.float64)).to(tl.float32)
     after = tl.where(num_outputs > 0, scaled + offsets, scaled)
     tl.store(where, after, mask=is_cell & (count != 0))
+
+
+@triton.jit
+def mask_kernel(logits, bits, vocab_size, stride, bits_stride, TILE: tl.constexpr):
+    """Change a tile of row `program_id(0)` of `logits` to -inf for each token whose bit in the row of `bits` is 0."""
+    row = tl.program_id(0).to(tl.int64)
+    cells = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_cell = cells < vocab_size
+    byte = tl.load(bits + row * bits_stride + cells // 8, mask=is_cell, other=255).to(tl.int32)
+    is_forbidden = is_cell & (((byte >> (cells % 8)) & 1) == 0)
+    where = logits + row * stride + cells
+    before = tl.load(where, mask=is_forbidden, other=0.0)
+    tl.store(where, before + float("-inf"), mask=is_forbidden)  # A NaN remains one.
+
+
+@triton.jit
+def mass_kernel(
+    logits, rows, columns, peaks, masses, vocab_size, stride, TILE: tl.constexpr, NUM_PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Write the mass of part `program_id(1)` of row `rows[program_id(0)]` to `masses` [num_rows, NUM_PARTS] int64.
+
+    A part is TILE tokens; those beyond the row have no mass. Rows of temperature 0 have no masses.
+    """
+    index, part = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(columns + index * 5 + 1).to(tl.float32)
+    if temperature == 0.0:
+        return
+    row = tl.load(rows + index)
+    start = logits + row * stride
+    peak = tl.load(start + tl.load(peaks + row)).to(tl.float32)
+    cells = part * TILE + tl.arange(0, TILE)
+    values = tl.load(start + cells, mask=cells < vocab_size, other=float("-inf")).to(tl.float32)
+    tl.store(masses + index * NUM_PARTS + part, tl.sum(_masses_of(values, peak, temperature, 0.0, WHOLE), 0))
+
+
+@triton.jit
+def full_kernel(
+    logits, rows, columns, peaks, masses, tokens, vocab_size, stride, TILE: tl.constexpr, NUM_PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Draw `tokens[program_id(0)]` from the whole row, whose parts have `masses`: the first at which they are reached.
+
+    Rows of temperature 0 keep their tokens.
+    """
+    index = tl.program_id(0)
+    temperature = tl.load(columns + index * 5 + 1).to(tl.float32)
+    if temperature == 0.0:
+        return
+    of_parts = tl.load(masses + index * NUM_PARTS + tl.arange(0, NUM_PARTS))
+    sums = tl.cumsum(of_parts, 0)
+    total = tl.sum(of_parts, 0)
+    reached = tl.minimum((tl.load(columns + index * 5) * total.to(tl.float64)).to(tl.int64), total - 1)
+    part = tl.sum((sums <= reached).to(tl.int32), 0)
+    reached -= tl.sum(tl.where(sums <= reached, of_parts, 0), 0)
+    row = tl.load(rows + index)
+    start = logits + row * stride
+    peak = tl.load(start + tl.load(peaks + row)).to(tl.float32)
+    cells = part * TILE + tl.arange(0, TILE)
+    values = tl.load(start + cells, mask=cells < vocab_size, other=float("-inf")).to(tl.float32)
+    inside = tl.cumsum(_masses_of(values, peak, temperature, 0.0, WHOLE), 0)
+    token = part * TILE + tl.sum((inside <= reached).to(tl.int32), 0)
+    tl.store(tokens + index, tl.minimum(token, vocab_size - 1).to(tl.int64))  # Of a row without numbers, any token.
 
 
 @triton.jit(do_not_specialize=["num_rows", "has_top_k", "has_top_p"])

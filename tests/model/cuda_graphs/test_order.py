@@ -32,7 +32,7 @@ from replicas.model.loading.loaded_model import LoadedModel
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model.runner import TorchModelRunner
-from replicas.model.sampling import sampler
+from replicas.model.sampling import logprobs, sampler
 from replicas.model.sampling.token_counts import TokenCounts, penalize_by_definition
 from replicas.model_replica import Backend, ModelReplica
 from replicas.options import ReplicaOptions
@@ -148,7 +148,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> RecordedGpu:
     monkeypatch.setattr(state_triton, "convolve", convolve_late)
     monkeypatch.setattr(state_triton, "advance", advance_late)
     monkeypatch.setattr(build, "choose_states", lambda spec, _: TritonStateBackend() if spec.layers else None)
-    monkeypatch.setattr(sampler, "has_draw_kernel", lambda _: False)
+    for module in (build, sampler):
+        monkeypatch.setattr(module, "has_draw_kernel", lambda _: False)
+    monkeypatch.setattr(logprobs, "has_score_kernel", lambda _: False)
     monkeypatch.setattr(build, "choose_attention", lambda *_: TritonBackend(132, 90))
     monkeypatch.setattr(build, "token_counts", lambda *sizes: TokenCounts(*sizes[:3], penalize_by_definition))
     return recorded

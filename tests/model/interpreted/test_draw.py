@@ -14,8 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from replicas.model.sampling import sampler, triton_draw
-from replicas.model.sampling.multinomial import SamplingTensors, sample_truncated
-from replicas.model.sampling.triton_draw import DrawSizes, check_draw, draw_in_brackets, draw_truncated
+from replicas.model.sampling.multinomial import SamplingTensors, sample_full, sample_truncated
+from replicas.model.sampling.triton_draw import (
+    DrawSizes,
+    check_draw,
+    draw_full,
+    draw_in_brackets,
+    draw_truncated,
+    most_probable,
+)
 from replicas.protocol import LogitBias, SamplingParams
 from testkit.model.engine_runs import sample
 from tests.model.sampling.test_sampler import sequence
@@ -83,6 +90,29 @@ def test_tokens_are_those_of_the_sorted_definition(seed: int) -> None:
     assert len(different) <= 1
     for row in different.tolist():
         assert int(tokens[row]) in tokens_within_rounding(logits[row], columns[row])
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 2600])
+def test_draws_from_all_tokens_are_those_of_plain_torch(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits, columns = random_logits(generator, vocab_size, 40), random_columns(generator, 40)
+    expected = sample_full(logits, SamplingTensors(*columns[:, :, None].unbind(dim=1), needs_total=False))
+    rows = torch.arange(39, 0, -2)
+    columns[1] = 0.0
+    tokens = torch.full((20,), -7)
+    draw_full(logits, rows, columns[rows].flatten(), logits.argmax(-1), tokens)
+    assert tokens[19] == -7, "a row of temperature 0 keeps its token"
+    assert int((tokens != expected[rows]).sum()) <= 2 and tokens[:19].min() >= 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_most_probable_tokens_are_those_of_plain_torch(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = random_logits(generator, 2600, 24)
+    logits[7, 900:], logits[8], logits[9, [5, 1999]], logits[10, 50] = math.nan, -math.inf, math.inf, -math.nan
+    logits = logits.to(dtype)
+    assert most_probable(logits).tolist() == logits.argmax(-1).tolist()
+    assert most_probable(logits[:1]).tolist() == logits[:1].argmax(-1).tolist()
 
 
 def settled(logits: Tensor, columns: Tensor, sizes: DrawSizes) -> Tensor:

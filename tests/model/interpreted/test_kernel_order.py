@@ -13,7 +13,8 @@ from replicas.model.layers.experts import FusedExperts, replace_experts
 from replicas.model.layers.panels import PanelLinear, Panels
 from replicas.model.layers.triton_experts import expert_linear
 from replicas.model.layers.triton_panels import TritonPanels
-from replicas.model.sampling import sampler, triton_draw, triton_penalties
+from replicas.model.sampling import logprobs, sampler, triton_draw, triton_logprobs, triton_penalties
+from replicas.model.sampling.fixed_arrays import FixedSampling
 from replicas.model.sampling.token_counts import TokenCounts
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.late_kernels import run_late
@@ -26,7 +27,8 @@ from tests.model.interpreted.test_panels import CPU, METHODS, load_in_panels
 pytestmark = pytest.mark.rotated
 
 SAMPLING_KERNELS = {
-    "count_kernel", "bracket_kernel", "gather_kernel", "settle_kernel", "draw_kernel", "penalize_kernel"
+    "count_kernel", "bracket_kernel", "gather_kernel", "settle_kernel", "draw_kernel", "penalize_kernel", "mask_kernel",
+    "mass_kernel", "full_kernel", "peak_kernel", "score_kernel",
 }  # fmt: skip
 
 
@@ -36,18 +38,53 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_order, "PARAMS", tuple(replace(params, max_tokens=5) for params in test_order.PARAMS))
 
 
-def test_sampling_is_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+@pytest.fixture
+def late_sampling(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Let the recorded GPU sample with Triton's kernels."""
     run_late(
         monkeypatch, triton_draw, count_kernel=("counts",), bracket_kernel=("brackets",),
         gather_kernel=("sums", "listed_values", "listed_ids"), settle_kernel=("tokens",), draw_kernel=("tokens",),
+        mass_kernel=("masses",), full_kernel=("tokens",), peak_kernel=("peaks",),
     )  # fmt: skip
-    run_late(monkeypatch, triton_penalties, penalize_kernel=("logits",))
-    drawn = [params for params in test_order.PARAMS if params.top_p < 1.0 or params.repetition_penalty != 1.0]
-    monkeypatch.setattr(test_order, "PARAMS", tuple(replace(params, max_tokens=4) for params in drawn))
-    monkeypatch.setattr(sampler, "has_draw_kernel", lambda device: device.type == "cuda")
+    run_late(monkeypatch, triton_logprobs, score_kernel=("best", "log_sums"))
+    run_late(monkeypatch, triton_penalties, penalize_kernel=("logits",), mask_kernel=("logits",))
+    for module in (build, sampler):
+        monkeypatch.setattr(module, "has_draw_kernel", lambda device: device.type == "cuda")
+    monkeypatch.setattr(logprobs, "has_score_kernel", lambda device: device.type == "cuda")
     monkeypatch.setattr(build, "token_counts", lambda *sizes: TokenCounts(*sizes[:3], triton_penalties.penalize))
-    check_few_steps(gpu, monkeypatch, load("llama"), load("llama"), num_steps=5)
+
+
+@pytest.mark.usefixtures("late_sampling")
+def test_sampling_is_in_order(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    drawn = [params for params in test_order.PARAMS if params.top_p < 1.0 or params.repetition_penalty != 1.0]
+    constrained = [
+        replace(params, temperature=0.0, logprobs=2) for params in test_order.PARAMS if params.grammar is not None
+    ]
+    monkeypatch.setattr(test_order, "PARAMS", tuple(replace(params, max_tokens=4) for params in (*drawn, *constrained)))
+    runner = check_few_steps(gpu, monkeypatch, load("llama"), load("llama"), num_steps=5)
     assert gpu.names >= SAMPLING_KERNELS
+    assert runner._graphs is not None
+    shapes = {id(captured.graph): shape for shape, captured in runner._graphs._sampling_graphs.items()}
+    replayed = {shapes[id(graph)] for _, graph in gpu.replays if id(graph) in shapes}
+    assert {shape.is_truncated for shape in replayed} == {shape.has_changes for shape in replayed} == {True, False}
+
+
+@pytest.mark.usefixtures("late_sampling")
+def test_steps_are_captured_where_sampling_is_not(
+    gpu: RecordedGpu,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(test_order, "PARAMS", (test_order.PARAMS[0],))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("this device cannot capture a choice")
+
+    monkeypatch.setattr(FixedSampling, "choose", fail)
+    runner = check_few_steps(gpu, monkeypatch, load("llama"), load("llama"), num_steps=3)
+    assert runner._graphs is not None and runner._graphs.sampling_padding() is None
+    assert runner._graphs.num_graphs == len(runner._graphs.shapes)
+    assert "this device cannot capture a choice" in caplog.text
 
 
 @pytest.mark.deep
