@@ -27,7 +27,6 @@ from replicas.model.sampling.token_counts import CountSlots
 _MAX_SCORED_TOKENS = 256
 # Threads that fill token masks. A mask takes 5 to 100 us, so a few threads are enough for any batch.
 _MAX_MASK_THREADS = 4
-_NOBODY = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,32 +115,6 @@ class PlannedStep:
         return results
 
 
-class ColumnOwners:
-    """Owners of the columns of the engine's table, by the steps planned so far."""
-
-    def __init__(self) -> None:
-        self._last: np.ndarray | None = None
-        """Columns of the last step's items."""
-        self._admissions = np.zeros(0, np.int64)
-        """Number of the admission of each column's owner; 0: it has none, -1: one that does not run."""
-
-    def newcomers(self, columns: BatchColumns) -> np.ndarray:
-        """Return the indices of the items whose columns had other owners, and of those that do not run."""
-        if columns.rows is self._last:
-            return _NOBODY
-        rows = self._last = columns.rows
-        if (num_rows := int(rows.max(initial=-1)) + 1) > len(self._admissions):
-            self._admissions = np.append(self._admissions, np.zeros(num_rows - len(self._admissions), np.int64))
-        is_new: np.ndarray = (self._admissions[rows] != columns.admissions) | (columns.admissions < 0)
-        self._admissions[rows] = columns.admissions
-        return is_new.nonzero()[0]
-
-    def forget(self) -> None:
-        """Forget all owners: the next steps' sequences are newcomers."""
-        self._last = None
-        self._admissions[:] = 0
-
-
 class StepPlanner:
     """Planner of one runner's steps. It knows what the device holds after the steps planned so far.
 
@@ -170,7 +143,6 @@ class StepPlanner:
         )
         self._sampling_padding = sampling_padding
         self._masks = MaskThreads(loaded.vocab_size, min(_MAX_MASK_THREADS, math.ceil(cpu_limit().num_cpus)))
-        self._owners = ColumnOwners()
         self._last_rows = NO_LAST_ROWS
 
     def plan(self, batch: ScheduledBatch) -> PlannedStep:
@@ -182,11 +154,6 @@ class StepPlanner:
         self._masks.settle()
         to_device = HostToDeviceBuffer()
         columns = batch.columns
-        newcomers = self._owners.newcomers(columns)
-        if len(newcomers):
-            self._sampling.enter(columns, newcomers.tolist())
-            if self._padding is not None:
-                self._padding.enter(columns.rows[newcomers])
         num_items = len(columns.sequences)
         scored = [
             index for index in range(columns.num_decodes, num_items) if wants_prompt_logprobs(columns.item(index))
@@ -223,7 +190,7 @@ class StepPlanner:
             yield
         except Exception:
             self._last_rows = NO_LAST_ROWS
-            for device_state in (self._owners, self._padding, self._slots):
+            for device_state in (self._padding, self._slots):
                 if device_state is not None:
                     device_state.forget()
             raise

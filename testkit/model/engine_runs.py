@@ -253,7 +253,6 @@ def sampling_of(
             [ScheduledSequence.of(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
         )
         to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
-        planner.enter(columns, range(len(columns.sequences)))
         plan = planner.plan(columns, NO_LAST_ROWS, to_device)
         on_device = DeviceBuffer.of(to_device.words, no_tokens(logits.device))
         launched = sampler.launch(plan, logits, None, on_device, to_host)

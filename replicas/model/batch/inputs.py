@@ -18,6 +18,8 @@ from replicas.engine.sequence import Sequence
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span, no_tokens
 from replicas.protocol import GenerateRequest, LogitBias, Pooling, SamplingParams
 
+_NOBODY = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -99,6 +101,32 @@ class PooledRows:
         first_rows = columns.num_tokens.cumsum() - columns.num_tokens
         rows = [first_rows.item(index) + row for index, part in pooled.items() for row in part]
         return cls(to_device.ints(rows), tuple(map(len, pooled.values()))), list(pooled)
+
+
+class ColumnOwners:
+    """Owners of the columns of the engine's table, by the steps planned so far."""
+
+    def __init__(self) -> None:
+        self._last: np.ndarray | None = None
+        """Columns of the last step's items."""
+        self._admissions = np.zeros(0, np.int64)
+        """Number of the admission of each column's owner; 0: it has none, -1: one that does not run."""
+
+    def newcomers(self, columns: BatchColumns) -> np.ndarray:
+        """Return the indices of the items whose columns had other owners, and of those that do not run."""
+        if columns.rows is self._last:
+            return _NOBODY
+        rows = self._last = columns.rows
+        if (num_rows := int(rows.max(initial=-1)) + 1) > len(self._admissions):
+            self._admissions = np.append(self._admissions, np.zeros(num_rows - len(self._admissions), np.int64))
+        is_new: np.ndarray = (self._admissions[rows] != columns.admissions) | (columns.admissions < 0)
+        self._admissions[rows] = columns.admissions
+        return is_new.nonzero()[0]
+
+    def forget(self) -> None:
+        """Forget all owners: the next steps' sequences are newcomers."""
+        self._last = None
+        self._admissions[:] = 0
 
 
 class LastRows:

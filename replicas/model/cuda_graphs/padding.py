@@ -13,7 +13,7 @@ from torch import Tensor
 
 from replicas.engine.batch import BatchColumns, StateMove
 from replicas.model.attention.plan import STATE_SLOTS, state_fields
-from replicas.model.batch.inputs import FlatBatch, LastRows, newest_ids, table_of
+from replicas.model.batch.inputs import ColumnOwners, FlatBatch, LastRows, newest_ids, table_of
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 
 _NO_WORDS = np.zeros(0, np.int64)
@@ -98,7 +98,7 @@ class BlockTableRows:
     """Rows of the block tables on the device, and the slots of the blocks that the planned steps write there.
 
     A running sequence has the row of its column in the engine's table, in the tables of all groups of layers. A block
-    has its number in the tensors of the group: its id times the group's factor. `enter` tells of each new owner.
+    has its number in the tensors of the group: its id times the group's factor.
 
     Invariants:
         After the planned steps a row holds the blocks of its last owner that are recorded as written. The cells after
@@ -112,16 +112,15 @@ class BlockTableRows:
         self._factors = factors
         self._offsets = np.zeros((len(factors), num_rows * num_columns), np.int64)
         """Of each block in the tables, its first slot less the position of its first token."""
+        self._owners = ColumnOwners()
         self._num_written = np.zeros(num_rows, np.int64)
         """Number of blocks in each row that are its owner's."""
-
-    def enter(self, rows: np.ndarray) -> None:
-        """Note that rows have other owners."""
-        self._num_written[rows[rows < len(self._num_written)]] = 0
 
     def update(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> BlockTableUpdate:
         """Return the update after which every item's sequence has its whole table in its row."""
         rows, num_blocks = columns.rows, columns.num_table_blocks
+        if len(newcomers := self._owners.newcomers(columns)):
+            self._num_written[rows[newcomers]] = 0
         num_written = self._num_written[rows]
         growing = (num_written < num_blocks).nonzero()[0]
         if not len(growing):
@@ -152,7 +151,7 @@ class BlockTableRows:
 
     def forget(self) -> None:
         """Forget the contents of all rows. The next steps send whole tables."""
-        self._num_written[:] = 0
+        self._owners.forget()
 
 
 class StepPadding:
@@ -170,10 +169,6 @@ class StepPadding:
         self._fits = False
         """True if there is a row for each of the columns of the engine's table in `_last`."""
         self._rows = BlockTableRows(self._max_rows, max_blocks, block_size, factors)
-
-    def enter(self, rows: np.ndarray) -> None:
-        """Note that these columns of the engine's table have other owners."""
-        self._rows.enter(rows)
 
     def forget(self) -> None:
         """Forget the contents of the block tables, after a step that could not run."""

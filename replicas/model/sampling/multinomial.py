@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from replicas.engine.batch import BatchColumns
+from replicas.model.batch.inputs import ColumnOwners
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 from replicas.protocol import SamplingParams
 
@@ -92,6 +93,7 @@ class RandomColumns:
         """If `batch_invariant`, all random rows count as truncated."""
         self._vocab_size = vocab_size
         self._batch_invariant = batch_invariant
+        self._owners = ColumnOwners()
         self._seeds = np.zeros(0, np.uint64)
         self._num_prompt_tokens = np.zeros(0, np.int64)
         self._numbers = np.zeros((0, _TOP_K + 1))
@@ -100,7 +102,23 @@ class RandomColumns:
         self._needs_total = np.zeros(0, bool)
         """True if top-p is a share of the whole vocabulary's weight."""
 
-    def enter(self, columns: BatchColumns, indices: Items[int]) -> None:
+    def plan(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> tuple[RandomRows | None, RandomRows | None]:
+        """Add the numbers of the items, all of which sample, to `to_device`; return the truncated rows and the others.
+
+        Truncated rows are those from which top-p, min-p or top-k can exclude tokens.
+        """
+        if len(newcomers := self._owners.newcomers(columns)):
+            self._enter(columns, newcomers.tolist())
+        is_random = self._is_random[columns.rows]
+        if not np.count_nonzero(is_random):
+            return None, None
+        is_truncated = self._is_truncated[columns.rows]
+        return (
+            self._rows((is_random & is_truncated).nonzero()[0], columns, to_device),
+            self._rows((is_random & ~is_truncated).nonzero()[0], columns, to_device),
+        )
+
+    def _enter(self, columns: BatchColumns, indices: Items[int]) -> None:
         """Read the parameters of the items at `indices`, whose sequences have come to their columns."""
         if (num_rows := int(columns.rows.max()) + 1) > len(self._seeds):
             for name, column in list(vars(self).items()):
@@ -116,20 +134,6 @@ class RandomColumns:
             self._is_random[row] = params.temperature >= GREEDY_TEMPERATURE
             self._is_truncated[row] = self._batch_invariant or params.top_p < 1.0 or is_restricted
             self._needs_total[row] = params.top_p < 1.0 and not is_restricted
-
-    def plan(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> tuple[RandomRows | None, RandomRows | None]:
-        """Add the numbers of the items, all of which sample, to `to_device`; return the truncated rows and the others.
-
-        Truncated rows are those from which top-p, min-p or top-k can exclude tokens.
-        """
-        is_random = self._is_random[columns.rows]
-        if not np.count_nonzero(is_random):
-            return None, None
-        is_truncated = self._is_truncated[columns.rows]
-        return (
-            self._rows((is_random & is_truncated).nonzero()[0], columns, to_device),
-            self._rows((is_random & ~is_truncated).nonzero()[0], columns, to_device),
-        )
 
     def _rows(self, indices: np.ndarray, columns: BatchColumns, to_device: HostToDeviceBuffer) -> RandomRows | None:
         if not len(indices):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -172,15 +171,8 @@ class SamplingPlanner:
         self._random = RandomColumns(vocab_size, batch_invariant=batch_invariant)
         self._logits_processors = LogitsProcessors(eos_token_ids, vocab_size, slots)
 
-    def enter(self, columns: BatchColumns, indices: Items[int]) -> None:
-        """Note that the sequences of the items at `indices` have come to their columns of the engine's table."""
-        self._random.enter(columns, indices)
-
     def plan(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> SamplingPlan:
-        """Plan the sampling of one token per item, and add its numbers to `to_device`.
-
-        `enter` was called for each sequence.
-        """
+        """Plan the sampling of one token per item, and add its numbers to `to_device`."""
         changes = self._logits_processors.plan(columns, last_rows, to_device)
         truncated, full = self._random.plan(columns, to_device)
         if not columns.special:

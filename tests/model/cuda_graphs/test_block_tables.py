@@ -12,8 +12,7 @@ from replicas.engine.sequence import Sequence
 from replicas.engine.sequence_table import SequenceTable
 from replicas.model.batch.inputs import table_of
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
-from replicas.model.cuda_graphs.padding import BlockTableRows, BlockTableUpdate
-from replicas.model.planner import ColumnOwners
+from replicas.model.cuda_graphs.padding import BlockTableRows
 from replicas.protocol import GenerateRequest, SamplingParams
 
 NUM_ROWS, NUM_COLUMNS, BLOCK_SIZE, FACTORS = 5, 12, 4, (1, 3)
@@ -31,20 +30,8 @@ def tables_of(sequence: Sequence) -> list[list[int]]:
     return [sequence.block_table, *sequence.more_tables]
 
 
-class OwnedRows:
-    """Rows that are told of their new owners, as by a planner."""
-
-    def __init__(self) -> None:
-        self.rows = BlockTableRows(NUM_ROWS, NUM_COLUMNS, BLOCK_SIZE, FACTORS)
-        self._owners = ColumnOwners()
-
-    def update(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> BlockTableUpdate:
-        self.rows.enter(columns.rows[self._owners.newcomers(columns)])
-        return self.rows.update(columns, to_device)
-
-    def forget(self) -> None:
-        self.rows.forget()
-        self._owners.forget()
+def block_tables() -> BlockTableRows:
+    return BlockTableRows(NUM_ROWS, NUM_COLUMNS, BLOCK_SIZE, FACTORS)
 
 
 def running(num_sequences: int) -> list[Sequence]:
@@ -79,7 +66,7 @@ def come_and_go(rng: random.Random, table: SequenceTable, sequence: Sequence) ->
 def test_each_sequences_row_holds_its_table(seed: int) -> None:
     rng, table = random.Random(seed), SequenceTable(NUM_ROWS)
     sequences = [make_sequence(number) for number in range(12)]
-    rows, tables = OwnedRows(), torch.zeros(len(FACTORS), NUM_ROWS, NUM_COLUMNS, dtype=torch.int32)
+    rows, tables = block_tables(), torch.zeros(len(FACTORS), NUM_ROWS, NUM_COLUMNS, dtype=torch.int32)
     for _ in range(200):
         for sequence in sequences:
             come_and_go(rng, table, sequence)
@@ -98,13 +85,13 @@ def test_each_sequences_row_holds_its_table(seed: int) -> None:
         for sequence, row in zip(columns.sequences, columns.rows.tolist(), strict=True):
             for number, factor in enumerate(FACTORS):
                 for index, block in enumerate(table_of(sequence, number)):
-                    slots = rows.rows.slots(np.array([row]), np.array([index * BLOCK_SIZE + 1]))
+                    slots = rows.slots(np.array([row]), np.array([index * BLOCK_SIZE + 1]))
                     assert block == 0 or tables[number, row, index] == factor * block
                     assert block == 0 or slots[number] == factor * block * BLOCK_SIZE + 1
 
 
 def test_a_steady_batch_sends_new_blocks_alone() -> None:
-    rows, sequences = OwnedRows(), running(3)
+    rows, sequences = block_tables(), running(3)
     num_sent = []
     for step in range(4):
         for blocks in chain(*map(tables_of, sequences)):
@@ -114,7 +101,7 @@ def test_a_steady_batch_sends_new_blocks_alone() -> None:
 
 
 def test_sequences_that_take_turns_send_new_blocks_alone() -> None:
-    rows, sequences = OwnedRows(), running(NUM_ROWS)
+    rows, sequences = block_tables(), running(NUM_ROWS)
     num_sent = []
     for step in range(6):
         turn = sequences[step % 2 :: 2]

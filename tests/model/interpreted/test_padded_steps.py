@@ -44,9 +44,8 @@ def random_items(rng: random.Random, owners: list[Sequence], shape: StepShape) -
 def padded(
     padding: StepPadding, buffers: StepBuffers, items: list[ScheduledSequence], shape: StepShape
 ) -> StaticInputs:
-    to_device, columns = HostToDeviceBuffer(), BatchColumns.of(items)
-    padding.enter(columns.rows)
-    plan = padding.plan(columns, shape, NO_LAST_ROWS, to_device)
+    to_device = HostToDeviceBuffer()
+    plan = padding.plan(BatchColumns.of(items), shape, NO_LAST_ROWS, to_device)
     buffers.load(plan, DeviceBuffer.of(to_device.words, no_tokens(CPU)))
     return buffers.inputs(shape)
 

@@ -211,9 +211,7 @@ def test_padding_changes_no_state_and_no_output() -> None:
         plain = build_inputs(items, 16, CPU)
         num_tokens = plain.input_ids.shape[1]
         to_device = HostToDeviceBuffer()
-        columns = BatchColumns.of(items)
-        padding.enter(columns.rows)
-        plan = padding.plan(columns, shape, NO_LAST_ROWS, to_device)
+        plan = padding.plan(BatchColumns.of(items), shape, NO_LAST_ROWS, to_device)
         buffers.load(plan, DeviceBuffer.of(to_device.words, no_tokens(CPU)))
         padded = buffers.inputs(shape).states
         assert padded is not None

@@ -61,9 +61,7 @@ def masks_of(vocab_size: int, *items: ScheduledSequence) -> RowMasks | None:
 
 def sample(logits: torch.Tensor, *items: ScheduledSequence) -> list[int | None]:
     to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
-    planner, columns = SamplingPlanner(frozenset({EOS}), logits.shape[1]), BatchColumns.of(items)
-    planner.enter(columns, range(len(items)))
-    plan = planner.plan(columns, NO_LAST_ROWS, to_device)
+    plan = SamplingPlanner(frozenset({EOS}), logits.shape[1]).plan(BatchColumns.of(items), NO_LAST_ROWS, to_device)
     on_device = DeviceBuffer.of(to_device.words, no_tokens(CPU))
     launched = Sampler().launch(plan, logits, None, on_device, to_host, masks_of(logits.shape[1], *items))
     to_host.close(CPU)
