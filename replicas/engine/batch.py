@@ -104,6 +104,8 @@ class BatchColumns:
     preemptions: np.ndarray
     num_table_blocks: np.ndarray
     """Number of blocks in the first table of each sequence."""
+    num_all_tokens: int
+    """Number of tokens of all items."""
     num_decodes: int
     """Number of the first items whose sequences have been in earlier steps, and miss their newest tokens alone."""
     special: list[int]
@@ -129,6 +131,7 @@ class BatchColumns:
             np.array([item.num_recomputed_tokens for item in items], np.int64),
             np.array([item.preemption for item in items], np.int64),
             np.array([len(sequence.block_table) for sequence in sequences], np.int64),
+            sum(item.num_tokens for item in items),
             0,
             [index for index, sequence in enumerate(sequences) if sequence.is_special],
             tuple(item.state for item in items),
@@ -144,17 +147,19 @@ class BatchColumns:
         """Return the items at `indices`, those that decode first."""
         taken = np.asarray(indices, np.int64)
         sequences = [self.sequences[index] for index in taken.tolist()]
+        num_tokens = self.num_tokens[taken]
         return BatchColumns(
             sequences,
             self.rows[taken],
             self.admissions[taken],
             self.starts[taken],
-            self.num_tokens[taken],
+            num_tokens,
             self.samples[taken],
             self.newest_tokens[taken],
             self.num_recomputed_tokens[taken],
             self.preemptions[taken],
             self.num_table_blocks[taken],
+            int(num_tokens.sum()),
             int(np.count_nonzero(taken < self.num_decodes)),
             [index for index, sequence in enumerate(sequences) if sequence.is_special] if self.special else [],
             None if self.states is None else tuple(self.states[index] for index in taken.tolist()),
@@ -192,7 +197,6 @@ class ScheduledBatch:
     ) -> None:
         self._items = items
         self._columns = columns
-        self._num_tokens: int | None = None
         self.decoding_bands = decoding_bands
         """Bands of the requests that decode, most urgent first; one is listed twice if a promoted request is in it."""
 
@@ -216,9 +220,7 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         """Number of tokens computed in this step."""
-        if self._num_tokens is None:
-            self._num_tokens = int(self.columns.num_tokens.sum())
-        return self._num_tokens
+        return self.columns.num_all_tokens
 
     @property
     def is_constrained(self) -> bool:

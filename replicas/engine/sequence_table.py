@@ -206,11 +206,11 @@ class SequenceTable:
         )
 
     def columns(
-        self, sequences: list[Sequence], rows: np.ndarray, num_tokens: np.ndarray, num_decodes: int
+        self, sequences: list[Sequence], rows: np.ndarray, num_tokens: np.ndarray, num_all_tokens: int, num_decodes: int
     ) -> BatchColumns:
         """Return the items of a step in which `sequences`, in columns `rows`, compute their next `num_tokens`.
 
-        The first `num_decodes` decode.
+        These are `num_all_tokens` together. The first `num_decodes` decode.
         """
         numbers = self.numbers.take(rows, axis=1)
         known, num_placeholders = numbers[KNOWN], numbers[PLACEHOLDERS]
@@ -227,6 +227,7 @@ class SequenceTable:
             np.maximum(np.minimum(ends, numbers[PREEMPTED]) - starts, 0),
             numbers[PREEMPTIONS],
             numbers[TABLE_BLOCKS],
+            num_all_tokens,
             num_decodes,
             self.is_special[rows].nonzero()[0].tolist(),
         )

@@ -145,7 +145,7 @@ class StepPlan:
         if self._scheduled:
             rows = np.append(rows, [sequence.row for sequence in self._scheduled])
             num_tokens = np.append(num_tokens, list(self._scheduled.values()))
-        columns = self._table.columns(sequences, rows, num_tokens, len(self._decodes))
+        columns = self._table.columns(sequences, rows, num_tokens, self.num_scheduled_tokens, len(self._decodes))
         if states.num_slots:
             spans = zip(sequences, columns.starts.tolist(), num_tokens.tolist(), strict=True)
             moves = tuple(states.move(sequence, start, start + more) for sequence, start, more in spans)

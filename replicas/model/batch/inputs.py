@@ -195,7 +195,7 @@ class FlatBatch:
         num_tokens, starts = columns.num_tokens, columns.starts
         end_rows = num_tokens.cumsum()
         first_rows = end_rows - num_tokens
-        positions = np.arange(int(num_tokens.sum())) + np.repeat(starts - first_rows, num_tokens)
+        positions = np.arange(columns.num_all_tokens) + np.repeat(starts - first_rows, num_tokens)
         num_single = columns.num_decodes if np.count_nonzero(num_tokens[: columns.num_decodes] != 1) == 0 else 0
         input_ids = np.empty(len(positions), np.int64)
         input_ids[:num_single] = newest_ids(columns, num_single, last_rows)

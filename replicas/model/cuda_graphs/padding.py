@@ -180,8 +180,8 @@ class StepPadding:
             self._last, self._fits = columns.rows, int(columns.rows.max()) < self._max_rows
         if not self._fits:
             return None
-        num_tokens, num_items = int(columns.num_tokens.sum()), len(columns.sequences)
-        are_decodes = num_tokens == num_items == np.count_nonzero(columns.samples)
+        num_tokens = columns.num_all_tokens
+        are_decodes = num_tokens == len(columns.sequences) == np.count_nonzero(columns.samples)
         shapes = self._decode_shapes if are_decodes else self._mixed_shapes
         return next((shape for size, shape in shapes.items() if size >= num_tokens), None)
 
