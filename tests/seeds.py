@@ -16,7 +16,7 @@ A test of random worlds takes `seeds`, and is marked with how many worlds there 
 Of a parametrized test that is marked `sampled(number)`, a run plays as many cases as the mark says, drawn from the
 commit's hash. `--deep` plays all.
 
-Modules that take long are marked `rotated`. Of those of a kind (`tests/unit`, `tests/ray`), a run plays a quarter,
+Modules that take long are marked `rotated`. Of those of a kind (`tests/unit`, `tests/ray`), a run plays a fifth,
 drawn from the commit's hash. `--deep` plays all, and so does a run that names files.
 """
 
@@ -33,7 +33,7 @@ _FIXTURE = "seeds"
 _ROOT = Path(__file__).resolve().parents[1]
 _GIT_LIMIT_S = 60.0
 _SHARE = 12
-_ROTATION = 4
+_ROTATION = 5
 
 
 class Seeds:
@@ -126,7 +126,7 @@ def _module(item: pytest.Item) -> str:
 
 
 def _resting(items: Iterable[pytest.Item], commit: str | None) -> set[str]:
-    """Return the rotated modules that the commit does not play: three quarters of those of each kind."""
+    """Return the rotated modules that the commit does not play: four fifths of those of each kind."""
     kinds: defaultdict[str, set[str]] = defaultdict(set)
     for module in {_module(item) for item in items if item.get_closest_marker("rotated")}:
         kinds["/".join(module.split("/")[:-1][:2])].add(module)

@@ -21,7 +21,7 @@ from replicas.model.attention.triton import LayerShape, choose_tile
 from replicas.model.attention.triton_kernels import attend_kernel
 from tests.model.attention.test_triton_compilation import PLAIN, compiled, not_interpreted, widths
 
-pytestmark = not_interpreted
+pytestmark = [not_interpreted, pytest.mark.rotated]
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 

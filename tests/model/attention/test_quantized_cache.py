@@ -37,6 +37,8 @@ from testkit.model.engine_runs import (
 from testkit.model.paged_cases import KINDS, MIXTURES, Case, largest_error
 from testkit.model.tiny_checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.rotated
+
 CPU = torch.device("cpu")
 TYPES = (torch.int8, torch.float8_e4m3fn)
 STEPS = {torch.int8: 1 / 254, torch.float8_e4m3fn: 1 / 16}

@@ -18,7 +18,7 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss-window", "dee
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-pytestmark = pytest.mark.usefixtures("bfloat16")
+pytestmark = [pytest.mark.usefixtures("bfloat16"), pytest.mark.rotated]
 
 
 def by_definition(inputs: Tensor, layer: ExpertLayer, index: Tensor) -> Tensor:

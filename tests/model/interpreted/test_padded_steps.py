@@ -21,6 +21,8 @@ from replicas.model.cuda_graphs.padding import StepPadding, StepShape
 from replicas.model.hardware.device import compute_capability
 from testkit.model.paged_cases import KINDS, Case, sequences
 
+pytestmark = pytest.mark.rotated
+
 CPU = torch.device("cpu")
 MAX_NUM_SEQS, LONGEST = 6, 320
 SHAPES = [

@@ -31,6 +31,8 @@ from testkit.model.engine_runs import (
 )
 from testkit.model.tiny_checkpoints import ARCHITECTURES, write_checkpoint
 
+pytestmark = pytest.mark.rotated
+
 FAMILY = ["llama", "mistral-window", "qwen2", "qwen2-window", "qwen3"]
 # Of the family's configs, what changes the layers' parts.
 VARIANTS = [
