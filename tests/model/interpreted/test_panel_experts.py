@@ -25,6 +25,7 @@ from replicas.model.parallel.shares import ModelCuts, Share
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import build_engine, check_equals_generate, random_prompts
 from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
+from testkit.model.tiny_checkpoints import write_checkpoint
 from tests.model.interpreted.test_experts import by_definition, random_index
 from tests.model.interpreted.test_panels import CPU, KINDS, TOLERANCES, drawn, load_in_panels, taken_bytes, weight_of
 
@@ -106,13 +107,22 @@ def test_kept_experts_give_the_tokens_of_the_dequantized_model(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("architecture", "name"), [("gpt_oss-window", "MXFP4"), ("qwen3_moe", "AWQ"), ("mixtral", "FP8 per tensor")]
+    ("architecture", "name", "changes"),
+    [
+        ("gpt_oss-window", "MXFP4", {}),
+        ("qwen3_moe", "AWQ", {"moe_intermediate_size": 64}),  # Panels of 4 bits need 32 inputs on each rank.
+        ("mixtral", "FP8 per tensor", {}),
+    ],
 )
-def test_results_of_the_ranks_experts_add_up(tmp_path: Path, architecture: str, name: str) -> None:
+def test_results_of_the_ranks_experts_add_up(
+    tmp_path: Path, architecture: str, name: str, changes: dict[str, int]
+) -> None:
     method = METHODS[name]
     if name != "MXFP4":
         method = replace(method, is_quantized=lambda weight: weight.endswith(LINEARS))
-    path = quantize_checkpoint(cached_checkpoint(architecture), tmp_path, method)
+    dense = tmp_path / "whole"
+    dense.mkdir()
+    path = quantize_checkpoint(write_checkpoint(dense, architecture, False, **changes), tmp_path, method)
     config, kept = read_config(str(path)), kept_panels(TritonPanels(CPU))
     hidden, weights = torch.randn(3, config.hidden_size), torch.rand(3, 2)
     index = torch.tensor([[0, 1], [3, 2], [1, 3]])

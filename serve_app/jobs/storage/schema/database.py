@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import tenacity
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
@@ -30,6 +31,8 @@ ResultT = TypeVar("ResultT")
 _NUM_READERS = 2
 _BUSY_TIMEOUT_S = 30.0
 """Seconds that a write transaction waits for another process that holds SQLite's write lock."""
+_BUSY_PAUSE_S = 0.05
+"""Longest pause before another attempt to change the mode of a database that another process changes, seconds."""
 _MIN_FAULT_S = 2.0
 """Shortest time for which a failure counts as present, seconds: small writes may work while others fail."""
 _READ_ONLY = {"headway_reads": True}
@@ -192,8 +195,21 @@ def _fault_of(error: Exception) -> StorageUnavailable | None:
 def _prepare_sqlite(connection: Any, _record: object) -> None:
     """Configure a connection: commits are flushed to disk before they return, and readers see a snapshot (WAL)."""
     connection.isolation_level = None  # else Python's driver begins a transaction only at its first write
-    for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+    # Of connections that change the mode of a new database together, SQLite refuses all but one without a wait.
+    for attempt in tenacity.Retrying(
+        retry=tenacity.retry_if_exception(_is_busy),
+        stop=tenacity.stop_after_delay(_BUSY_TIMEOUT_S),
+        wait=tenacity.wait_random(0.0, _BUSY_PAUSE_S),
+        reraise=True,
+    ):
+        with attempt:
+            connection.execute("PRAGMA journal_mode = WAL")
+    for pragma in ("synchronous = FULL", "foreign_keys = ON"):
         connection.execute(f"PRAGMA {pragma}")
+
+
+def _is_busy(error: BaseException) -> bool:
+    return getattr(error, "sqlite_errorname", None) == "SQLITE_BUSY"
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -1,14 +1,18 @@
 """Migrations make the tables once, refuse a newer database, and start from an empty one in each test."""
 
+import sqlite3
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, Engine, create_engine, insert, inspect, select, text
 
-from serve_app.jobs.storage.schema.database import Database, DatabaseTooNew, upgrade
+from serve_app.jobs.storage.schema.database import Database, DatabaseTooNew, _prepare_sqlite, upgrade
 from serve_app.jobs.storage.schema.tables import metadata, owners
 
 
@@ -46,6 +50,22 @@ def test_a_database_of_an_older_version_is_brought_to_the_newest(database_url, e
         assert version(connection) == "0008"
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
         assert connection.execute(select(owners.c.id)).scalars().all() == ["owner"]
+
+
+def journal_mode(path: Path, barrier: threading.Barrier) -> str:
+    barrier.wait()
+    with closing(sqlite3.connect(path, timeout=30.0)) as connection:
+        _prepare_sqlite(connection, None)
+        [mode] = connection.execute("PRAGMA journal_mode").fetchone()
+        return str(mode)
+
+
+def test_connections_that_open_a_new_sqlite_together_get_snapshots(tmp_path):
+    barrier = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(60):
+            opened = [pool.submit(journal_mode, tmp_path / f"{number}.sqlite3", barrier) for _ in range(8)]
+            assert [one.result() for one in opened] == ["wal"] * 8
 
 
 def test_processes_that_start_together_make_the_tables_once(database_url, engine):
