@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from bench.engine.engines import exact_request, make_engine, pseudo_random_tokens
+from bench.gpu.device_time import release
 from replicas.engine.config import EngineLimits
 from replicas.model.build import build_fitted, warm_up
 from replicas.model.loading.loader import load_model
@@ -44,8 +45,7 @@ def measure_first_answers(
         model, kernels = Path(folder) / "model", Path(folder) / "kernels"
         with torch.device(device):
             AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(model, max_shard_size=_SHARD)
-        if device != "cpu":
-            torch.cuda.empty_cache()
+        release()
         return {name: _first_answer(model, device, kernels, is_tiny=is_tiny) for name in ("empty", "filled")}
 
 

@@ -190,15 +190,14 @@ class StepPadding:
     ) -> PaddedPlan:
         """Plan a pass over the items, padded to `shape`, which holds them, and add its numbers to `to_device`."""
         update = self._rows.update(columns, to_device)
-        ids, *parts = (self._decodes if shape.num_chunks == 0 else self._mixed)(columns, shape, last_rows)
+        parts = (self._decodes if shape.num_chunks == 0 else self._mixed)(columns, shape, last_rows)
         span, words = to_device.room(shape.num_words)
-        words[: len(ids)] = ids
-        start = shape.num_tokens
-        for part, num_words in zip(parts, shape.columns[1:], strict=True):
+        start = 0
+        for part, num_words in zip(parts, shape.columns, strict=True):
             assert len(part) <= num_words, "the items do not fit the shape"
             words[start : start + len(part)] = part
             start += num_words
-        num_rows, has_placeholders = int(np.count_nonzero(columns.samples)), bool(np.count_nonzero(ids < 0))
+        num_rows, has_placeholders = int(np.count_nonzero(columns.samples)), bool(np.count_nonzero(parts[0] < 0))
         return PaddedPlan(shape, num_rows, span, update, has_placeholders)
 
     def _decodes(self, columns: BatchColumns, shape: StepShape, last_rows: LastRows) -> tuple[np.ndarray, ...]:

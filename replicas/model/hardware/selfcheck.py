@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+_log = logging.getLogger(__name__)
 TOLERANCES = {torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest relative error of one operation, by dtype: above rounding errors, and far below a wrong result's, about 1."""
 WHOLE_MODEL = 2.0
@@ -24,6 +26,26 @@ def alone(verdict: bool) -> bool:
 def agreed_fault(fault: str | None, agree: Agree) -> str | None:
     """Return the fault, or a sentence about that of another rank; None: the candidate works on all ranks."""
     return None if agree(fault is None) else fault or "it does not work on another rank"
+
+
+def kernels_work(
+    device: torch.device, check: Callable[[], str | None], consequence: str, agree: Agree = alone
+) -> bool:  # fmt: skip
+    """Return True if kernels work on `device`, a GPU with Triton, and on all ranks that `agree`; else warn of why.
+
+    `check` imports them and returns their fault. Only torch for CUDA installs Triton. `consequence` is what is slow
+    without them.
+    """
+    if device.type != "cuda":
+        return False
+    try:
+        fault = check()
+    except ImportError as error:
+        fault = str(error)
+    fault = agreed_fault(fault, agree)
+    if fault is not None:
+        _log.warning("%s: Triton's kernels do not work here: %s", consequence, fault)
+    return fault is None
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

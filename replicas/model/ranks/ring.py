@@ -138,12 +138,11 @@ class RingWriter:
     def _wait_for_room(self, end: int) -> None:
         """Wait until all readers have read what is in the place of the bytes up to position `end`."""
         words, begun_s = self._mapping.words, time.monotonic()
-        while end > self._free_until:
-            self._free_until = min(words[first + _READ] for first in self._first_words) + _CAPACITY
-            if end > self._free_until:
-                if time.monotonic() - begun_s > _WRITE_LIMIT_S:
-                    raise RankLost(f"a rank has read nothing for {_WRITE_LIMIT_S:.0f} s")
-                time.sleep(_PAUSE_S)
+        while (free_until := min(words[first + _READ] for first in self._first_words) + _CAPACITY) < end:
+            if time.monotonic() - begun_s > _WRITE_LIMIT_S:
+                raise RankLost(f"a rank has read nothing for {_WRITE_LIMIT_S:.0f} s")
+            time.sleep(_PAUSE_S)
+        self._free_until = free_until
 
 
 class RingReader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cache
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 
 from replicas.model.batch.transfers import DeviceToHostBuffer, PendingTensor
+from replicas.model.hardware.selfcheck import kernels_work
 from replicas.protocol import PositionLogprobs, TokenLogprob
 
-_log = logging.getLogger(__name__)
 # Rows converted to float32 at once. It bounds the memory of the copies.
 _MAX_SLICE_ROWS = 64
 
@@ -47,17 +46,13 @@ class PendingLogprobs:
 @cache
 def has_score_kernel(device: torch.device) -> bool:
     """Return True if a kernel finds log probabilities on `device`, as it does on a GPU with Triton."""
-    if device.type != "cuda":
-        return False
-    try:
-        from replicas.model.sampling.triton_logprobs import check_scores  # Only torch for CUDA installs Triton.
 
-        fault = check_scores(device)
-    except ImportError as error:
-        fault = str(error)
-    if fault is not None:
-        _log.warning("log probabilities are slow: Triton's kernel does not work here: %s", fault)
-    return fault is None
+    def check() -> str | None:
+        from replicas.model.sampling.triton_logprobs import check_scores
+
+        return check_scores(device)
+
+    return kernels_work(device, check, "log probabilities are slow")
 
 
 def launch_logprobs(logits: Tensor, chosen_ids: Tensor, max_top: int, to_host: DeviceToHostBuffer) -> PendingLogprobs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor
 from replicas.engine.batch import BatchColumns, ItemResult, ScheduledSequence, StepResults
 from replicas.model.batch.inputs import LastRows
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor, Span
-from replicas.model.hardware.selfcheck import Agree, agreed_fault, alone
+from replicas.model.hardware.selfcheck import Agree, alone, kernels_work
 from replicas.model.parallel.cut_logits import CutLogits
 from replicas.model.sampling.logits_processors import LogitsChanges, LogitsProcessors
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
@@ -26,7 +25,6 @@ from replicas.model.sampling.multinomial import (
 )
 from replicas.model.sampling.token_counts import CountSlots, TokenCounts
 
-_log = logging.getLogger(__name__)
 _NO_ROWS = Span(0)
 
 
@@ -66,19 +64,13 @@ def _most_probable(logits: Tensor) -> Tensor:
 @cache
 def has_draw_kernel(device: torch.device) -> bool:
     """Return True if kernels find and draw tokens on `device`, as they do on a GPU with Triton."""
-    if device.type != "cuda":
-        return False
-    try:
-        from replicas.model.sampling.triton_draw import check_draw  # Only torch for CUDA installs Triton.
 
-        fault = check_draw(device)
-    except ImportError as error:
-        fault = str(error)
-    if fault is not None:
-        _log.warning(
-            "top-p, top-k and min-p sort all logits and are slow: Triton's kernels do not work here: %s", fault
-        )
-    return fault is None
+    def check() -> str | None:
+        from replicas.model.sampling.triton_draw import check_draw
+
+        return check_draw(device)
+
+    return kernels_work(device, check, "top-p, top-k and min-p sort all logits and are slow")
 
 
 def token_counts(
@@ -88,18 +80,16 @@ def token_counts(
 
     The kernel must work on all ranks that `agree`.
     """
-    if device.type != "cuda":
-        return None
-    try:
-        from replicas.model.sampling.triton_penalties import check_penalties, penalize
 
-        fault = check_penalties(device)
-    except ImportError as error:
-        fault = str(error)
-    fault = agreed_fault(fault, agree)
-    if fault is not None:
-        _log.warning("penalties need the host and are slow: Triton's kernel does not work here: %s", fault)
+    def check() -> str | None:
+        from replicas.model.sampling.triton_penalties import check_penalties
+
+        return check_penalties(device)
+
+    if not kernels_work(device, check, "penalties need the host and are slow", agree):
         return None
+    from replicas.model.sampling.triton_penalties import penalize
+
     return TokenCounts(num_slots, vocab_size, device, penalize)
 
 
