@@ -78,7 +78,7 @@ def measure(model: ModelOptions, num_seqs: int) -> dict[str, float]:
     """Return the median times of steps of `num_seqs` decodes, and the 99th percentile of their sums, microseconds."""
     loaded = load_model(model)
     cache = grouped_cache(loaded.layer_groups(loaded.dtype), 0, _BLOCK_SIZE, loaded.dtype, loaded.device)
-    padding = StepPadding(step_shapes(num_seqs, _MAX_TOKENS, SMALL_MIXED), _BLOCK_SIZE, _MAX_BLOCKS)
+    padding = StepPadding(step_shapes(num_seqs, _MAX_TOKENS, SMALL_MIXED), _MAX_BLOCKS)
     planner = StepPlanner(loaded, cache, padding, CountSlots(num_seqs, loaded.vocab_size))
     files = RingFiles.create(1)
     runner = NullRunner(planner, RingWriter(files), RingReader(files, 0))

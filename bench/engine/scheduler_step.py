@@ -113,7 +113,7 @@ class PlanningRunner:
         loaded: Any = SimpleNamespace(eos_token_ids=frozenset(), vocab_size=config.vocab_size, is_batch_invariant=False)
         cache: Any = SimpleNamespace(block_size=config.block_size, groups=[SimpleNamespace(layers_per_column=1)])
         shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
-        padding = StepPadding(shapes, config.block_size, _MAX_MODEL_LEN // config.block_size)
+        padding = StepPadding(shapes, _MAX_MODEL_LEN // config.block_size)
         self._planner = StepPlanner(loaded, cache, padding, None)
         self._text = torch.tensor(token_ids)
         self._num_steps = 0

@@ -180,7 +180,6 @@ class _GraphBuilder:
             limits.max_num_batched_tokens,
             self._max_mixed,
             has_states=bool(self._loaded.state_layers),
-            num_tables=len(cache.groups),
         )
         is_captured = self._loaded.cut_logits is None and has_draw_kernel(self._loaded.device)
         graphs = GraphRunner(self._loaded, cache, self._attention, shapes, counts if is_captured else None)

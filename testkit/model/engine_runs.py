@@ -143,9 +143,7 @@ def make_runner(
         loaded.port.recurrent.backend = choose_states(loaded.state_spec(sizes.block_size))
     elif has_states:
         loaded.port.recurrent.backend = PlannedTorchStates()
-    shapes = step_shapes(
-        sizes.max_num_seqs, sizes.max_num_batched_tokens, max_mixed, has_states=has_states, num_tables=len(groups)
-    )
+    shapes = step_shapes(sizes.max_num_seqs, sizes.max_num_batched_tokens, max_mixed, has_states=has_states)
     graphs = None if planned is None else GraphRunner(loaded, cache, planned, shapes)
     counts = None
     if counts_on_device:

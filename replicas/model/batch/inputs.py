@@ -144,6 +144,10 @@ class LastRows:
             self._by_sequence = {owner: index for index, owner in enumerate(self._sampling.sequences, -self._size)}
         return self._by_sequence[sequence]
 
+    def are_of(self, columns: BatchColumns) -> bool:
+        """Return True if every item decodes its token of the step before, and these were all tokens, in order."""
+        return columns.rows is self._sampling.rows and np.count_nonzero(columns.newest_tokens < 0) == self._size
+
     def of(self, columns: BatchColumns, indices: np.ndarray) -> np.ndarray:
         """Return the indices of the items at `indices`."""
         if columns.rows is self._sampling.rows:

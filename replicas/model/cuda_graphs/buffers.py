@@ -45,33 +45,38 @@ class StepBuffers:
     The device works in launch order, so a step reads its own inputs and not those of a later one.
     """
 
-    def __init__(self, shapes: Items[StepShape], max_blocks: int, block_size: int, device: torch.device) -> None:
-        """Allocate buffers for `shapes`, and sequences of at most `max_blocks` blocks in each table."""
+    def __init__(
+        self, shapes: Items[StepShape], max_blocks: int, block_size: int, device: torch.device, num_tables: int = 1
+    ) -> None:
+        """Allocate buffers for `shapes`, and sequences of at most `max_blocks` blocks in each of `num_tables` tables."""
+        self._block_size = block_size
         max_rows = max(shape.num_rows for shape in shapes)
         self._longest = max_blocks * block_size
         self._words = torch.zeros(max(shape.num_words for shape in shapes), dtype=torch.int64, device=device)
         self._last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
         """The tokens of the step before are at the end, as a placeholder is an index from there."""
-        self._tables = torch.zeros(shapes[0].num_tables, max_rows, max_blocks, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(num_tables, max_rows + 1, max_blocks, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_rows, device=device)
 
     def load(self, plan: PaddedPlan, on_device: DeviceBuffer) -> None:
         """Copy the planned inputs into the static buffers."""
-        self._words[: plan.shape.num_words].copy_(on_device.ints(plan.words))
+        self._words[: len(plan.words)].copy_(on_device.ints(plan.words))
         plan.update.apply(self._tables, on_device)
         if plan.has_placeholders:
             self._last_tokens[-len(on_device.last_tokens) :].copy_(on_device.last_tokens)
 
     def inputs(self, shape: StepShape) -> StaticInputs:
         """Return the inputs of a step of `shape`. Its operations are part of the captured forward pass."""
-        ids, positions, *parts = torch.split(self._words[: shape.num_words], list(shape.columns))
-        slots, others = parts[: shape.num_tables], parts[shape.num_tables :]
+        head, ids, starts, table_rows, *others = torch.split(self._words[: shape.num_words], list(shape.columns))
+        # Tokens of no sequence advance too, which is harmless: a decode at their position would fit a sequence.
+        positions = starts + head[0]
+        slots = self._slots(table_rows, positions)
         input_ids = known_ids(ids, self._last_tokens)
         if shape.num_chunks == 0:
             rows = self._rows[: shape.num_tokens]
-            decodes, logits_rows = torch.stack([rows, positions, torch.ones_like(rows), others[0]], dim=1), None
+            decodes, logits_rows = torch.stack([rows, positions, torch.ones_like(rows), table_rows], dim=1), None
             plans = self._plans(self._group(decodes, shape.num_tokens))
-            of_states = [(decodes, others[1])]
+            of_states = [(decodes, others[0])]
         else:
             logits_rows, decodes, chunks = others[0], others[1].view(-1, 4), others[2].view(-1, 4)
             plans = self._plans(self._group(decodes, shape.num_rows), self._group(chunks, shape.num_tokens))
@@ -79,6 +84,11 @@ class StepBuffers:
         states = _state_plan(of_states, shape) if shape.has_states else None
         groups = tuple(map(StaticGroup, slots, plans))
         return StaticInputs(input_ids[None], positions[None], logits_rows, groups, states)
+
+    def _slots(self, table_rows: Tensor, positions: Tensor) -> Tensor:
+        """Return the slots [num_tables, num_tokens] int64 of positions in rows of the tables."""
+        blocks = self._tables[:, table_rows, positions // self._block_size]  # Row -1 is the last one.
+        return torch.add(positions % self._block_size, blocks, alpha=self._block_size)
 
     def _group(self, chunks: Tensor, num_tokens: int) -> ChunkGroup:
         return ChunkGroup(chunks.int(), self._tables[0], num_tokens, self._longest)

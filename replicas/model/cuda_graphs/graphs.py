@@ -75,15 +75,13 @@ def step_shapes(
     max_mixed: int = SMALL_MIXED,
     *,
     has_states: bool = False,
-    num_tables: int = 1,
 ) -> tuple[StepShape, ...]:
     """Return the shapes to capture: those of decodes, then those of steps with prompts, each in order of size.
 
-    `max_mixed` is the number of tokens of the largest step with prompts; `has_states` is true for recurrent layers. A
-    sequence has `num_tables` block tables.
+    `max_mixed` is the number of tokens of the largest step with prompts; `has_states` is true for recurrent layers.
     """
-    decodes = partial(StepShape.decodes, has_states=has_states, num_tables=num_tables)
-    mixed = partial(StepShape.mixed, max_num_seqs=max_num_seqs, has_states=has_states, num_tables=num_tables)
+    decodes = partial(StepShape.decodes, has_states=has_states)
+    mixed = partial(StepShape.mixed, max_num_seqs=max_num_seqs, has_states=has_states)
     largest = min(max_num_batched_tokens, max_mixed)
     sizes = [size for size in _MIXED_SIZES if size < largest]
     return (*map(decodes, bucket_sizes(max_num_seqs)), *(mixed(size) for size in (*sizes, largest) if size > 1))
@@ -128,7 +126,8 @@ class GraphRunner:
         # A multiple of 4, so that each table begins at a multiple of 16 bytes.
         self._max_blocks = -(-loaded.max_model_len // cache.block_size // 4) * 4
         self._max_rows = max(shape.num_rows for shape in shapes)
-        self._buffers = StepBuffers(shapes, self._max_blocks, cache.block_size, loaded.device)
+        num_tables = len(cache.groups)
+        self._buffers = StepBuffers(shapes, self._max_blocks, cache.block_size, loaded.device, num_tables)
         self._logits: Tensor | None = None
         self._counts = counts
         self._graphs: dict[StepShape, _Graph[StepOutputs]] = {}
@@ -137,7 +136,7 @@ class GraphRunner:
     def padding(self) -> StepPadding:
         """Return a new planner of the steps."""
         factors = [group.layers_per_column for group in self._cache.groups]
-        return StepPadding(self.shapes, self._cache.block_size, self._max_blocks, factors)
+        return StepPadding(self.shapes, self._max_blocks, factors)
 
     def sampling_padding(self) -> SamplingPadding | None:
         """Return a new planner of the sampling in graphs; None: there are no graphs for it."""

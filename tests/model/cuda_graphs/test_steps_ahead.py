@@ -187,7 +187,7 @@ def test_shapes_of_steps_with_prompts_are_few_and_hold_what_they_should(
 
 
 def test_small_steps_have_the_next_shape_and_large_ones_none() -> None:
-    padding = StepPadding(step_shapes(max_num_seqs=4, max_num_batched_tokens=40), block_size=16, max_blocks=4)
+    padding = StepPadding(step_shapes(max_num_seqs=4, max_num_batched_tokens=40), max_blocks=4)
 
     def shape_of(*chunks: tuple[int, int]) -> StepShape | None:
         return padding.shape_of(BatchColumns.of([dummy_item(start, end - start, 16) for start, end in chunks]))

@@ -89,7 +89,7 @@ def check(case: Case, seed: int, num_steps: int) -> None:
             getattr(cache[0], part).copy_(numbers)
     max_blocks = -(-LONGEST // case.block_size)
     buffers = StepBuffers(SHAPES, max_blocks, case.block_size, CPU)
-    padding = StepPadding(SHAPES, case.block_size, max_blocks)
+    padding = StepPadding(SHAPES, max_blocks)
     backend = TritonBackend(rng.choice([0, 20]), compute_capability(CPU))
     for _ in range(num_steps):
         shape = rng.choice(SHAPES)

@@ -204,7 +204,7 @@ def test_padding_changes_no_state_and_no_output() -> None:
     schedule = Schedule(seed=3, num_sequences=5)
     caches = [new_cache(DELTA, num_slots=90), new_cache(DELTA, num_slots=90)]
     buffers = StepBuffers(SHAPES, 40, 16, CPU)
-    padding = StepPadding(SHAPES, 16, 40)
+    padding = StepPadding(SHAPES, 40)
     for number in range(6):
         shape = SHAPES[number % 3]
         items = schedule.step(shape.num_tokens, most=1 if shape.num_chunks == 0 else 60)
