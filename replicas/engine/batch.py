@@ -104,6 +104,8 @@ class BatchColumns:
     preemptions: np.ndarray
     num_table_blocks: np.ndarray
     """Number of blocks in the first table of each sequence."""
+    newest_blocks: np.ndarray
+    """Last block of each of these tables."""
     num_all_tokens: int
     """Number of tokens of all items."""
     num_decodes: int
@@ -131,6 +133,7 @@ class BatchColumns:
             np.array([item.num_recomputed_tokens for item in items], np.int64),
             np.array([item.preemption for item in items], np.int64),
             np.array([len(sequence.block_table) for sequence in sequences], np.int64),
+            np.array([sequence.block_table[-1] if sequence.block_table else 0 for sequence in sequences], np.int64),
             sum(item.num_tokens for item in items),
             0,
             [index for index, sequence in enumerate(sequences) if sequence.is_special],
@@ -159,6 +162,7 @@ class BatchColumns:
             self.num_recomputed_tokens[taken],
             self.preemptions[taken],
             self.num_table_blocks[taken],
+            self.newest_blocks[taken],
             int(num_tokens.sum()),
             int(np.count_nonzero(taken < self.num_decodes)),
             [index for index, sequence in enumerate(sequences) if sequence.is_special] if self.special else [],

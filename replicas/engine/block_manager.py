@@ -142,7 +142,7 @@ class BlockManager:
             num_missing = max(0, end - len(table))
             table.extend(self._take_free_block() for _ in range(num_missing))
             sequence.num_blocks += num_missing
-        sequence.num_table_blocks = len(sequence.block_table)
+        sequence.num_table_blocks, sequence.newest_block = len(sequence.block_table), sequence.block_table[-1]
 
     def computed(self, sequence: Sequence, num_computed_before: int) -> None:
         """Make reusable what was computed since `num_computed_before`: full blocks, and the state at their end.
@@ -205,7 +205,7 @@ class BlockManager:
             self._release(block)
         sequence.block_table.clear()
         sequence.more_tables.clear()
-        sequence.num_blocks = sequence.num_table_blocks = 0
+        sequence.num_blocks = sequence.num_table_blocks = sequence.newest_block = 0
         sequence.num_computed_tokens = sequence.num_in_flight_tokens = 0
 
     def check_invariants(self, sequences: list[Sequence]) -> None:

@@ -87,8 +87,8 @@ class PhaseTimes:
 (
     KNOWN, PENDING, COMPUTED, IN_FLIGHT, PLACEHOLDERS, FORCED, PREEMPTED, MAX_COMPUTED, PROMPT, MAX_OUTPUT,
     EXPECTED_OUTPUT, TABLE_BLOCKS, BLOCKS, NEWEST_TOKEN, HELD_STEPS, PREEMPTIONS, WORK, BAND, EFFECTIVE_BAND, DECODES,
-    NUM_NUMBERS,
-) = range(21)  # fmt: skip
+    NEWEST_BLOCK, NUM_NUMBERS,
+) = range(22)  # fmt: skip
 """Indices of the numbers of a sequence: token counts, unless their names say otherwise."""
 DEVICE_S, LAST_TOKEN_S, NUM_TIMES = range(3)
 """Indices of the times of a sequence, seconds."""
@@ -212,6 +212,8 @@ class Sequence:
     """Number of blocks in all tables."""
     num_table_blocks = _Number(TABLE_BLOCKS)
     """Length of `block_table`."""
+    newest_block = _Number(NEWEST_BLOCK)
+    """Last block of `block_table`; 0: it is empty."""
     num_held_steps = _Number(HELD_STEPS)
     """Steps in a row that left out the sequence, which decodes, for the TPOT of others."""
     work_tokens = _Number(WORK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 
 from replicas.engine.batch import BatchColumns, ItemResult, ScheduledBatch, ScheduledSequence, StepResults
 from replicas.model.attention.kv_cache import KVCache
-from replicas.model.batch.inputs import NO_LAST_ROWS, InputPlan, LastRows, PooledRows, wants_prompt_logprobs
+from replicas.model.batch.inputs import NO_LAST_ROWS, InputPlan, PooledRows, wants_prompt_logprobs
 from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor, Span
 from replicas.model.cuda_graphs.padding import PaddedPlan, StepPadding
 from replicas.model.hardware.limits import cpu_limit
@@ -51,6 +52,8 @@ class StepMessage(NamedTuple):
 
     words: np.ndarray
     """Numbers for the device, [num_words] int64. All spans are ranges of it."""
+    num_new_blocks: int
+    """New blocks in the tables of padded passes. Their cells and they themselves are the last words."""
     padded: PaddedPlan | None
     flat: tuple[FlatPass, ...]
     sampling: SamplingPlan | None
@@ -66,8 +69,7 @@ class ScoredPiece:
     num_top: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
+class PlannedStep(NamedTuple):
     """Message of a step, and the sequences that its results belong to."""
 
     message: StepMessage
@@ -78,9 +80,9 @@ class PlannedStep:
     """Index in the batch of each row that samples."""
     sampling: BatchColumns
     """Items of these rows."""
-    pieces: list[ScoredPiece]
+    pieces: Items[ScoredPiece]
     """Scored prompt tokens, one piece for each pass that scores some."""
-    pooled: list[int]
+    pooled: Items[int]
     """Indices of the items whose hidden states are pooled."""
 
     def read(
@@ -113,6 +115,21 @@ class PlannedStep:
                 result = replace(result, prompt_logprobs=(*result.prompt_logprobs, *logprobs))
             results.others[piece.index] = result
         return results
+
+
+class _Passes(NamedTuple):
+    """Forward passes of a step, and what the items get of them."""
+
+    padded: PaddedPlan | None
+    flat: list[FlatPass]
+    indices: np.ndarray
+    """Items that sample, in order of their rows of logits."""
+    shared: BatchColumns
+    """Items that share a pass."""
+    pooled: Items[int] = ()
+    pieces: Items[ScoredPiece] = ()
+    are_in_order: bool = True
+    """True if the rows of logits are in order of the items."""
 
 
 class StepPlanner:
@@ -152,36 +169,20 @@ class StepPlanner:
         other items share one forward pass.
         """
         self._masks.settle()
-        to_device = HostToDeviceBuffer()
-        columns = batch.columns
-        num_items = len(columns.sequences)
-        scored = [
-            index for index in range(columns.num_decodes, num_items) if wants_prompt_logprobs(columns.item(index))
-        ]
-        shared = columns
-        if scored:
-            others = np.setdiff1d(np.arange(num_items), scored)
-            shared = columns.take(others)
-        padded, flat, pooled = self._plan_shared(shared, to_device)
-        pieces = []
-        for index in scored:
-            for piece in _pieces_of(columns.item(index)):
-                targets, num_top = _targets(piece), piece.sequence.request.params.prompt_logprobs or 0
-                flat.append(self._flat_pass(BatchColumns.of([piece]), targets, num_top, to_device))
-                if targets:
-                    pieces.append(ScoredPiece(index, targets, num_top))
-        indices = columns.samples.nonzero()[0]
-        if scored:
-            order = np.append(others, scored)
-            indices, pooled = order[columns.samples[order]], others[pooled].tolist()
-        sampling = columns if not scored and len(indices) == num_items else columns.take(indices)
+        to_device, columns = HostToDeviceBuffer(), batch.columns
+        passes = self._plan_passes(columns, to_device)
+        indices = passes.indices
+        sampling = columns if passes.are_in_order and len(indices) == len(batch) else columns.take(indices)
         plan = self._sampling.plan(sampling, self._last_rows, to_device) if len(indices) else None
         masks = self._masks.masks_of(sampling)
-        if plan is not None and self._sampling_padding is not None and padded is not None and not flat:
+        if plan is not None and self._sampling_padding is not None and passes.padded is not None and not passes.flat:
             plan = self._sampling_padding.plan(plan, len(indices), to_device, has_masks=masks is not None)
-        self._last_rows = LastRows(sampling)
-        message = StepMessage(to_device.words, padded, tuple(flat), plan)
-        return PlannedStep(message, masks, batch, indices, sampling, pieces, pooled)
+        self._last_rows = self._last_rows.after(sampling)
+        num_new_blocks = 0
+        if self._padding is not None and passes.padded is not None:
+            num_new_blocks = self._padding.add_blocks(passes.shared, to_device)
+        message = StepMessage(to_device.words, num_new_blocks, passes.padded, tuple(passes.flat), plan)
+        return PlannedStep(message, masks, batch, indices, sampling, passes.pieces, passes.pooled)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -195,20 +196,50 @@ class StepPlanner:
                     device_state.forget()
             raise
 
-    def _plan_shared(
-        self, columns: BatchColumns, to_device: HostToDeviceBuffer
-    ) -> tuple[PaddedPlan | None, list[FlatPass], list[int]]:
+    def _plan_passes(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> _Passes:
+        """Plan the forward passes: one for each piece of a scored prompt, and one for all other items."""
+        if self._padding is not None:
+            padded = self._padding.advance(columns, self._last_rows, to_device)
+            if padded is not None:
+                return _Passes(padded, [], columns.samples.nonzero()[0], columns)
+        num_items = len(columns.sequences)
+        scored = [
+            index for index in range(columns.num_decodes, num_items) if wants_prompt_logprobs(columns.item(index))
+        ]
+        if not scored:
+            return self._plan_shared(columns, to_device)
+        others = np.setdiff1d(np.arange(num_items), scored)
+        passes = self._plan_shared(columns.take(others), to_device)
+        pieces = []
+        for index in scored:
+            for piece in _pieces_of(columns.item(index)):
+                targets, num_top = _targets(piece), piece.sequence.request.params.prompt_logprobs or 0
+                passes.flat.append(self._flat_pass(BatchColumns.of([piece]), targets, num_top, to_device))
+                if targets:
+                    pieces.append(ScoredPiece(index, targets, num_top))
+        order = np.append(others, scored)
+        return passes._replace(
+            indices=order[columns.samples[order]],
+            pooled=others[list(passes.pooled)].tolist(),
+            pieces=pieces,
+            are_in_order=False,
+        )
+
+    def _plan_shared(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> _Passes:
         """Plan one pass over items that sample one token or none; it is padded if there is a shape for it.
 
-        Return also the indices of the items whose hidden states are pooled. With one of them no pass is padded.
+        With an item whose hidden states are pooled no pass is padded.
         """
+        indices = columns.samples.nonzero()[0]
         if not columns.sequences:
-            return None, [], []
-        pooled, indices = PooledRows.of(columns, to_device)
-        shape = None if self._padding is None or indices else self._padding.shape_of(columns)
+            return _Passes(None, [], indices, columns)
+        pooled_rows, pooled = PooledRows.of(columns, to_device)
+        shape = None if self._padding is None or pooled else self._padding.shape_of(columns)
         if self._padding is not None and shape is not None:
-            return self._padding.plan(columns, shape, self._last_rows, to_device), [], []
-        return None, [replace(self._flat_pass(columns, [], 0, to_device), pooled=pooled)], indices
+            padded = self._padding.plan(columns, shape, self._last_rows, to_device)
+            return _Passes(padded, [], indices, columns)
+        flat = replace(self._flat_pass(columns, [], 0, to_device), pooled=pooled_rows)
+        return _Passes(None, [flat], indices, columns, pooled)
 
     def _flat_pass(
         self, columns: BatchColumns, targets: list[int], max_top: int, to_device: HostToDeviceBuffer

@@ -167,7 +167,7 @@ class TorchModelRunner:
         pooled: PendingTensor | None = None
         if message.padded is not None:
             assert self._graphs is not None, "the step is padded, and the runner has no graphs"
-            outputs = self._graphs.run(message.padded, on_device)
+            outputs = self._graphs.run(message.padded, on_device, message.num_new_blocks)
             rows.append(outputs.logits)
             greedy = outputs.greedy if not message.flat else None
         for flat in message.flat:

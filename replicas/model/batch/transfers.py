@@ -11,7 +11,7 @@ from torch import Tensor
 
 Span = range
 """Range of words in a step's buffer."""
-_FIRST_WORDS = 1024
+_FIRST_WORDS = 64
 """Numbers for which a new buffer has room, enough for most steps of decodes."""
 
 

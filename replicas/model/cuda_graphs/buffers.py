@@ -58,12 +58,18 @@ class StepBuffers:
         self._tables = torch.zeros(num_tables, max_rows + 1, max_blocks, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_rows, device=device)
 
-    def load(self, plan: PaddedPlan, on_device: DeviceBuffer) -> None:
-        """Copy the planned inputs into the static buffers."""
+    def load(self, plan: PaddedPlan, on_device: DeviceBuffer, num_new_blocks: int) -> None:
+        """Copy the planned inputs, and the new blocks at the end of the step's numbers, into the static buffers."""
         self._words[: len(plan.words)].copy_(on_device.ints(plan.words))
-        plan.update.apply(self._tables, on_device)
         if plan.has_placeholders:
             self._last_tokens[-len(on_device.last_tokens) :].copy_(on_device.last_tokens)
+        if num_new_blocks:
+            self.write_blocks(on_device.words[-2 * num_new_blocks :])
+
+    def write_blocks(self, new_blocks: Tensor) -> None:
+        """Write blocks into the tables: `new_blocks` are cells of the flattened tables, then the block of each."""
+        cells, blocks = new_blocks.view(2, -1)
+        self._tables.view(-1).index_copy_(0, cells, blocks.to(self._tables.dtype))
 
     def inputs(self, shape: StepShape) -> StaticInputs:
         """Return the inputs of a step of `shape`. Its operations are part of the captured forward pass."""

@@ -147,9 +147,12 @@ class GraphRunner:
         """Number of captured graphs."""
         return len(self._graphs) + len(self._sampling_graphs)
 
-    def run(self, plan: PaddedPlan, on_device: DeviceBuffer) -> StepOutputs:
-        """Run a planned pass; return one row for each item that samples."""
-        self._buffers.load(plan, on_device)
+    def run(self, plan: PaddedPlan, on_device: DeviceBuffer, num_new_blocks: int) -> StepOutputs:
+        """Run a planned pass; return one row for each item that samples.
+
+        The last of the step's numbers are `num_new_blocks` cells of the block tables, and the block of each.
+        """
+        self._buffers.load(plan, on_device, num_new_blocks)
         graph = self._graphs.get(plan.shape)
         outputs = self._compute(plan.shape) if graph is None else graph.replay()
         return outputs.first(plan.num_rows)

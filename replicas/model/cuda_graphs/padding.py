@@ -9,12 +9,10 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
-
 from replicas.engine.batch import BatchColumns, StateMove
 from replicas.model.attention.plan import STATE_SLOTS, state_fields
 from replicas.model.batch.inputs import ColumnOwners, FlatBatch, LastRows, newest_ids, table_of
-from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
+from replicas.model.batch.transfers import HostToDeviceBuffer, Span
 
 NUM_HEAD_WORDS = 2
 """Words before the inputs: the number of steps by which the positions have advanced since they were sent, and a zero.
@@ -70,19 +68,7 @@ class StepShape:
         return (*of_tokens, self.num_rows, 4 * self.num_rows, 4 * chunks, slots, longer)
 
 
-# Named tuples are made, hashed and compared in less than half of the time of frozen dataclasses.
-class BlockTableUpdate(NamedTuple):
-    """New blocks of the tables on the device."""
-
-    cells: Span  # [num_new_blocks]: indices of the changed cells in the flattened tables
-    blocks: Span  # [num_new_blocks]: the block ids for these cells
-
-    def apply(self, tables: Tensor, on_device: DeviceBuffer) -> None:
-        """Write the new blocks to `tables` [num_tables, num_rows, num_blocks] int32."""
-        if self.cells:
-            tables.view(-1).index_copy_(0, on_device.ints(self.cells), on_device.ints(self.blocks).to(tables.dtype))
-
-
+# A named tuple is made, hashed and compared in less than half of the time of a frozen dataclass.
 class PaddedPlan(NamedTuple):
     """Inputs of a padded pass in a step's numbers."""
 
@@ -91,11 +77,7 @@ class PaddedPlan(NamedTuple):
     """Rows of the logits that belong to sequences: the first ones."""
     words: Span
     """The inputs, or the head words alone: then all others are those of the step before."""
-    update: BlockTableUpdate
     has_placeholders: bool
-
-
-_NO_UPDATE = BlockTableUpdate(Span(0), Span(0))
 
 
 class BlockTableRows:
@@ -116,34 +98,48 @@ class BlockTableRows:
         self._factors = factors
         self._owners = ColumnOwners()
         self._num_written = np.zeros(num_rows, np.int64)
-        """Number of blocks in each row that are its owner's."""
+        """Number of blocks in each row that are its owner's, by the steps before those with the rows of the last one."""
+        self._last = self._num_last = self._first_cells = np.zeros(0, np.int64)
+        """Rows of the last step, the numbers of blocks in them, and their first cells in the first table."""
 
-    def update(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> BlockTableUpdate:
-        """Return the update after which every item's sequence has its whole table in its row."""
+    def update(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> int:
+        """Add the changed cells of the flattened tables, and then the new block of each, to `to_device`.
+
+        After that every item's sequence has its whole table in its row. Return the number of new blocks.
+        """
         rows, num_blocks = columns.rows, columns.num_table_blocks
-        if len(newcomers := self._owners.newcomers(columns)):
-            self._num_written[rows[newcomers]] = 0
-        num_written = self._num_written[rows]
-        growing = (num_written < num_blocks).nonzero()[0]
+        if rows is not self._last:
+            self._num_written[self._last] = self._num_last
+            self._num_written[rows[self._owners.newcomers(columns)]] = 0
+            self._last, self._num_last = rows, self._num_written[rows]
+            self._first_cells = rows * self._shape[1]
+        num_written, self._num_last = self._num_last, num_blocks
+        growth = num_blocks - num_written
+        growing = growth.nonzero()[0]
         if not len(growing):
-            return _NO_UPDATE
+            return 0
+        if len(self._factors) == 1 and not np.count_nonzero(growth > 1):  # Most steps of decodes are planned here.
+            _, numbers = to_device.room(2 * len(growing))
+            numbers[: len(growing)] = (self._first_cells + num_written)[growing]
+            numbers[len(growing) :] = columns.newest_blocks[growing] * self._factors[0]
+            return len(growing)
         num_rows, num_columns = self._shape
         cells: list[int] = []
         blocks: list[int] = []
         for index in growing.tolist():
             start, end = num_written.item(index), num_blocks.item(index)
             for number, factor in enumerate(self._factors):
+                first_cell = (number * num_rows + rows.item(index)) * num_columns
+                cells += range(first_cell + start, first_cell + end)
                 # A sequence's table only grows until the sequence is preempted.
-                new = table_of(columns.sequences[index], number)[start:end]
-                first = (number * num_rows + rows.item(index)) * num_columns
-                cells += range(first + start, first + end)
-                blocks += new if factor == 1 else [block * factor for block in new]
-        self._num_written[rows] = num_blocks
-        return BlockTableUpdate(to_device.ints(cells), to_device.ints(blocks))
+                blocks += [block * factor for block in table_of(columns.sequences[index], number)[start:end]]
+        to_device.ints(cells + blocks)
+        return len(cells)
 
     def forget(self) -> None:
         """Forget the contents of all rows. The next steps send whole tables."""
         self._owners.forget()
+        self._last = self._num_last = self._last[:0]
 
 
 class StepPadding:
@@ -183,16 +179,17 @@ class StepPadding:
         shapes = self._decode_shapes if are_decodes else self._mixed_shapes
         return next((shape for size, shape in shapes.items() if size >= num_tokens), None)
 
+    def add_blocks(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> int:
+        """Add the new blocks of the items of a padded pass to `to_device`, and return their number."""
+        return self._rows.update(columns, to_device)
+
     def plan(
         self, columns: BatchColumns, shape: StepShape, last_rows: LastRows, to_device: HostToDeviceBuffer
     ) -> PaddedPlan:
         """Plan a pass over the items, padded to `shape`, which holds them, and add its numbers to `to_device`."""
-        update = self._rows.update(columns, to_device)
-        are_last = shape.num_chunks == 0 and last_rows.are_of(columns)
-        if are_last and self._sent is not None and (num_steps := self._sent.num_steps_to(columns)):
-            head, words = to_device.room(NUM_HEAD_WORDS)
-            words[0] = num_steps
-            return PaddedPlan(shape, len(columns.sequences), head, update, has_placeholders=True)
+        num_rows, self._sent = int(np.count_nonzero(columns.samples)), None
+        if shape.num_chunks == 0 and not shape.has_states and last_rows.are_all_of(columns):
+            self._sent = _SentDecodes(PaddedPlan(shape, num_rows, Span(NUM_HEAD_WORDS), has_placeholders=True))
         parts = (self._decodes if shape.num_chunks == 0 else self._mixed)(columns, shape, last_rows)
         span, words = to_device.room(shape.num_words)
         start = NUM_HEAD_WORDS
@@ -200,9 +197,18 @@ class StepPadding:
             assert len(part) <= num_words, "the items do not fit the shape"
             words[start : start + len(part)] = part
             start += num_words
-        self._sent = _SentDecodes(columns) if are_last and not shape.has_states else None
-        num_rows, has_placeholders = int(np.count_nonzero(columns.samples)), bool(np.count_nonzero(parts[0] < 0))
-        return PaddedPlan(shape, num_rows, span, update, has_placeholders)
+        return PaddedPlan(shape, num_rows, span, has_placeholders=bool(np.count_nonzero(parts[0] < 0)))
+
+    def advance(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> PaddedPlan | None:
+        """Plan the next step of the decodes that were sent last; None: the items are others, or others came between."""
+        sent = self._sent
+        if sent is None or not last_rows.are_all_of(columns):
+            return None
+        sent.num_steps += 1
+        span, words = to_device.room(NUM_HEAD_WORDS)
+        assert span == sent.following.words, "the numbers of a padded pass are the step's first"
+        words[0] = sent.num_steps
+        return sent.following
 
     def _decodes(self, columns: BatchColumns, shape: StepShape, last_rows: LastRows) -> tuple[np.ndarray, ...]:
         """Return the parts of the inputs of decodes.
@@ -211,7 +217,9 @@ class StepPadding:
         """
         states = _states_of(columns, shape)
         moves = _words_of((move.source, move.target) for move in states) if states else _NO_WORDS
-        ids = newest_ids(columns, len(columns.rows), last_rows)
+        num_rows = len(columns.rows)
+        # Later steps may take their tokens from the step before them by the same ids.
+        ids = np.arange(-num_rows, 0) if self._sent is not None else newest_ids(columns, num_rows, last_rows)
         return ids, columns.starts, _table_rows(columns.rows, shape), moves
 
     def _mixed(self, columns: BatchColumns, shape: StepShape, last_rows: LastRows) -> tuple[np.ndarray, ...]:
@@ -232,21 +240,14 @@ class StepPadding:
         )
 
 
+@dataclass(slots=True)
 class _SentDecodes:
     """Decodes whose inputs were sent last: each takes the token of the step before, in their order."""
 
-    def __init__(self, columns: BatchColumns) -> None:
-        self._rows = columns.rows
-        self._starts = columns.starts
-        self._num_steps = 0
-
-    def num_steps_to(self, columns: BatchColumns) -> int:
-        """Return the number of steps by which `columns` follow these, and count one more; 0: they do not follow."""
-        num_steps = self._num_steps + 1
-        if columns.rows is not self._rows or np.count_nonzero(columns.starts - self._starts != num_steps):
-            return 0
-        self._num_steps = num_steps
-        return num_steps
+    following: PaddedPlan
+    """Plan of each step after them."""
+    num_steps: int = 0
+    """Number of these steps so far."""
 
 
 def _table_rows(rows: np.ndarray, shape: StepShape) -> np.ndarray:

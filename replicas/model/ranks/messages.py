@@ -13,8 +13,9 @@ from replicas.model.planner import FlatPass, StepMessage
 from replicas.model.sampling.masks import MaskMessage
 from replicas.model.sampling.sampler import SamplingPlan
 
-_HEAD = struct.Struct("<qqq")
-"""Number of the step, 1 if the message samples, and bytes of the structure, which is next. Then come the words."""
+_HEAD = struct.Struct("<qqqq")
+"""Number of the step, 1 if the message samples, its new blocks, and bytes of the structure, which is next; 0: it is
+that of the message before. Then come the words."""
 _MOST_REMEMBERED = 4096
 
 
@@ -32,11 +33,11 @@ class RankMessage(NamedTuple):
 class _Structure(NamedTuple):
     """Message without its numbers."""
 
-    is_step: bool
     padded: PaddedPlan | None
     flat: tuple[FlatPass, ...]
     sampling: SamplingPlan | None
     masks: MaskMessage | None
+    is_step: bool = True
 
     @property
     def recurs(self) -> bool:
@@ -47,43 +48,51 @@ class _Structure(NamedTuple):
 class MessageForm:
     """Form of messages as bytes: a head, a pickled structure, and the step's words as they are.
 
-    Structures that recur are pickled once and read once: that takes longer than all the rest.
+    Structures that recur are pickled once and read once, since that takes longer than all the rest, and are not sent
+    twice in a row.
     """
 
     def __init__(self) -> None:
         self._pickled: dict[_Structure, bytes] = {}
         self._structures: dict[bytes, _Structure] = {}
+        self._last: _Structure | None = None
+        """Structure of the last message, if it recurs."""
 
     def to_bytes(self, message: RankMessage) -> bytes:
         """Return the message as bytes."""
         step = message.step
-        words: bytes | memoryview = b""
         if step is None:
-            structure = _Structure(False, None, (), None, message.masks)
+            structure, words, num_new_blocks = _Structure(None, (), None, message.masks, is_step=False), b"", 0
         else:
-            structure, words = _Structure(True, step.padded, step.flat, step.sampling, message.masks), step.words.data
-        pickled = self._bytes_of(structure)
-        return b"".join((_HEAD.pack(message.number, message.samples, len(pickled)), pickled, words))
+            structure = _Structure(step.padded, step.flat, step.sampling, message.masks)
+            words, num_new_blocks = step.words.tobytes(), step.num_new_blocks
+        if not structure.recurs:
+            pickled, self._last = _pickled(structure), None
+        elif structure == self._last:
+            pickled = b""
+        else:
+            pickled, self._last = self._bytes_of(structure), structure
+        return _HEAD.pack(message.number, message.samples, num_new_blocks, len(pickled)) + pickled + words
 
-    def of_bytes(self, data: bytes) -> RankMessage:
-        """Return the message that `to_bytes` has made `data` of."""
-        number, samples, size = _HEAD.unpack_from(data)
+    def of_bytes(self, data: bytearray) -> RankMessage:
+        """Return the message that `to_bytes` has made `data` of, after all messages before it. It keeps `data`."""
+        number, samples, num_new_blocks, size = _HEAD.unpack_from(data)
         end = _HEAD.size + size
-        found = self._structure_of(data[_HEAD.size : end])
+        found = self._structure_of(bytes(data[_HEAD.size : end])) if size else self._last
+        assert found is not None, "no structure came before"
+        self._last = found if found.recurs else None
         step = None
         if found.is_step:
-            words = np.frombuffer(data, np.int64, offset=end).copy()  # Numbers of bytes cannot be written.
-            step = StepMessage(words, found.padded, found.flat, found.sampling)
+            words = np.frombuffer(data, np.int64, offset=end)
+            step = StepMessage(words, num_new_blocks, found.padded, found.flat, found.sampling)
         return RankMessage(number, step, bool(samples), found.masks)
 
     def _bytes_of(self, structure: _Structure) -> bytes:
-        if not structure.recurs:
-            return pickle.dumps(structure, pickle.HIGHEST_PROTOCOL)
         pickled = self._pickled.get(structure)
         if pickled is None:
             if len(self._pickled) >= _MOST_REMEMBERED:
                 self._pickled.clear()
-            pickled = self._pickled[structure] = pickle.dumps(structure, pickle.HIGHEST_PROTOCOL)
+            pickled = self._pickled[structure] = _pickled(structure)
         return pickled
 
     def _structure_of(self, data: bytes) -> _Structure:
@@ -96,3 +105,9 @@ class MessageForm:
                     self._structures.clear()
                 self._structures[data] = structure
         return structure
+
+
+def _pickled(structure: _Structure) -> bytes:
+    """Return the pickled structure with zeros after it, so that the words begin at a multiple of their size."""
+    pickled = pickle.dumps(structure, pickle.HIGHEST_PROTOCOL)
+    return pickled + bytes(-len(pickled) % 8)

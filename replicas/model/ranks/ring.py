@@ -54,20 +54,32 @@ def _header_bytes(num_readers: int) -> int:
     return mmap.PAGESIZE * -(-_WORD * (1 + num_readers * _WORDS_PER_READER) // mmap.PAGESIZE)
 
 
+def _end_of_piece(start: int, size: int) -> int:
+    """Return the position after a piece of `size` bytes, and its word, that begins at `start`."""
+    return start + _WORD * (1 - -size // _WORD)
+
+
 class _Mapping:
-    """Memory of a ring: the number of bytes ever written, the readers' words, and the last bytes."""
+    """Memory of a ring: the number of bytes ever written, the readers' words, and the last bytes.
+
+    These are pieces of messages. Each begins at a multiple of the size of a word, with a word of its own.
+    """
 
     def __init__(self, files: RingFiles) -> None:
         header = _header_bytes(len(files.events))
         # All pages are there from the start: a step does not wait for one.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = memoryview(mmap.mmap(files.memory, header + _CAPACITY, flags=flags))
-        self.words = memory[:header].cast("Q")
-        self._data = memory[header:]
+        self.words = memory.cast("Q")
+        self._data, self._first_data_word = memory[header:], header // _WORD
 
     def first_word(self, reader: int) -> int:
         """Return the index of a reader's first word."""
         return 1 + reader * _WORDS_PER_READER
+
+    def word_at(self, position: int) -> int:
+        """Return the index of the word at a position."""
+        return self._first_data_word + position % _CAPACITY // _WORD
 
     def put(self, start: int, values: bytes) -> None:
         """Write bytes from position `start` on."""
@@ -77,11 +89,11 @@ class _Mapping:
         if first < len(values):
             self._data[: len(values) - first] = values[first:]
 
-    def get(self, start: int, size: int) -> bytes:
-        """Return the `size` bytes from position `start` on."""
+    def get(self, start: int, size: int) -> bytearray:
+        """Return a copy of the `size` bytes from position `start` on."""
         place = start % _CAPACITY
         first = min(size, _CAPACITY - place)
-        values = bytes(self._data[place : place + first])
+        values = bytearray(self._data[place : place + first])
         return values if first == size else values + self._data[: size - first]
 
 
@@ -90,8 +102,9 @@ class RingWriter:
 
     def __init__(self, files: RingFiles) -> None:
         self._mapping = _Mapping(files)
-        self._events = files.events
         self._first_words = [self._mapping.first_word(reader) for reader in range(len(files.events))]
+        self._sleeps = [(first + _SLEEPS, event) for first, event in zip(self._first_words, files.events, strict=True)]
+        """Of each reader the word that tells whether it sleeps, and the event that wakes it."""
         self._free_until = 0
         """Position up to which all readers were seen to leave room."""
 
@@ -101,9 +114,9 @@ class RingWriter:
         Raises:
             RankLost: a reader has left the ring full for a minute.
         """
-        starts = range(0, len(message), _MOST_PIECE_BYTES)
-        for start in starts:
-            self._write_piece(message[start : start + _MOST_PIECE_BYTES], is_last=start == starts[-1])
+        for start in range(0, len(message), _MOST_PIECE_BYTES):
+            end = start + _MOST_PIECE_BYTES
+            self._write_piece(message[start:end], is_last=end >= len(message))
 
     def digests(self, step: int, limit_s: float) -> list[int]:
         """Return each reader's digest of a step, once they have written it.
@@ -111,7 +124,7 @@ class RingWriter:
         Raises:
             RankLost: one of them has not, for `limit_s` seconds.
         """
-        return [self._digest(reader, step, limit_s) for reader in range(len(self._events))]
+        return [self._digest(reader, step, limit_s) for reader in range(len(self._first_words))]
 
     def _digest(self, reader: int, step: int, limit_s: float) -> int:
         words, word = self._mapping.words, self._first_words[reader] + _DIGESTS + step % _NUM_DIGESTS
@@ -125,14 +138,15 @@ class RingWriter:
 
     def _write_piece(self, piece: bytes, *, is_last: bool) -> None:
         words = self._mapping.words
-        written, size = words[0], _WORD + len(piece)
-        if written + size > self._free_until:
-            self._wait_for_room(written + size)
-        head = (len(piece) << 1 | is_last) << 32 | zlib.crc32(piece)
-        self._mapping.put(written, head.to_bytes(_WORD, "little") + piece)
-        words[0] = written + size
-        for first, event in zip(self._first_words, self._events, strict=True):
-            if words[first + _SLEEPS]:
+        start = words[0]
+        end = _end_of_piece(start, len(piece))
+        if end > self._free_until:
+            self._wait_for_room(end)
+        words[self._mapping.word_at(start)] = (len(piece) << 1 | is_last) << 32 | zlib.crc32(piece)
+        self._mapping.put(start + _WORD, piece)
+        words[0] = end
+        for word, event in self._sleeps:
+            if words[word]:
                 os.eventfd_write(event, 1)
 
     def _wait_for_room(self, end: int) -> None:
@@ -155,22 +169,21 @@ class RingReader:
         self._poll = select.poll()
         self._poll.register(self._event, select.POLLIN)
 
-    def read(self, limit_s: float) -> bytes | None:
-        """Return the next message; None: there is none for `limit_s` seconds.
+    def read(self, limit_s: float) -> bytearray | None:
+        """Return a copy of the next message; None: there is none for `limit_s` seconds.
 
         Raises:
             RankLost: the rest of a message does not follow.
         """
         if not self._waited(limit_s):
             return None
-        piece, is_last = self._take_piece()
-        pieces = [piece]
+        message, is_last = self._take_piece()
         while not is_last:
             if not self._waited(_WRITE_LIMIT_S):
                 raise RankLost(f"the rest of a message did not follow for {_WRITE_LIMIT_S:.0f} s")
             piece, is_last = self._take_piece()
-            pieces.append(piece)
-        return b"".join(pieces)
+            message += piece
+        return message
 
     def answer(self, step: int, digest: int) -> None:
         """Write the digest, a number of 32 bits, of a step's tokens."""
@@ -182,6 +195,8 @@ class RingReader:
 
     def _waited(self, limit_s: float) -> bool:
         """Wait for bytes; return False if there are none for `limit_s` seconds."""
+        if self._num_available():
+            return True
         begun_s = time.monotonic()
         while not self._num_available():
             waited_s = time.monotonic() - begun_s
@@ -203,18 +218,19 @@ class RingReader:
         with suppress(BlockingIOError):
             os.eventfd_read(self._event)
 
-    def _take_piece(self) -> tuple[bytes, bool]:
+    def _take_piece(self) -> tuple[bytearray, bool]:
         """Return the next piece, and whether the message ends with it.
 
         Some processors show the writer's count before its bytes. The bytes are whole when their checksum is right.
         """
-        begun_s, start = time.monotonic(), self._mapping.words[self._first_word + _READ]
+        words, read = self._mapping.words, self._first_word + _READ
+        begun_s, start = time.monotonic(), words[read]
         while time.monotonic() - begun_s < _WRITE_LIMIT_S:
-            head = int.from_bytes(self._mapping.get(start, _WORD), "little")
+            head = words[self._mapping.word_at(start)]
             size = head >> 33
             if size <= _MOST_PIECE_BYTES:
                 piece = self._mapping.get(start + _WORD, size)
                 if zlib.crc32(piece) == head & _HALF:
-                    self._mapping.words[self._first_word + _READ] = start + _WORD + size
+                    words[read] = _end_of_piece(start, size)
                     return piece, bool(head >> 32 & 1)
         raise RankLost(f"a message was not whole for {_WRITE_LIMIT_S:.0f} s")

@@ -116,8 +116,6 @@ class LogitsProcessors:
 
     def plan(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> LogitsChanges:
         """Plan the changes of one row per item, and add their numbers to `to_device`."""
-        if not columns.special:
-            return NO_CHANGES
         penalties = None if self._slots is None else self._slots.plan(columns, last_rows, to_device)
         repetition, added, forbidden = _Entries(), _Entries(), _Entries()
         for row in columns.special:

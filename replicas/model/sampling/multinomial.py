@@ -101,21 +101,28 @@ class RandomColumns:
         self._is_truncated = np.zeros(0, bool)
         self._needs_total = np.zeros(0, bool)
         """True if top-p is a share of the whole vocabulary's weight."""
+        self._last: np.ndarray | None = None
+        self._draws: tuple[_Draws | None, _Draws | None] = None, None
+        """Draws of the rows `_last`: those of truncated rows, and the others."""
 
     def plan(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> tuple[RandomRows | None, RandomRows | None]:
         """Add the numbers of the items, all of which sample, to `to_device`; return the truncated rows and the others.
 
         Truncated rows are those from which top-p, min-p or top-k can exclude tokens.
         """
-        if len(newcomers := self._owners.newcomers(columns)):
-            self._enter(columns, newcomers.tolist())
-        is_random = self._is_random[columns.rows]
-        if not np.count_nonzero(is_random):
-            return None, None
-        is_truncated = self._is_truncated[columns.rows]
+        rows = columns.rows
+        if rows is not self._last:
+            if len(newcomers := self._owners.newcomers(columns)):
+                self._enter(columns, newcomers.tolist())
+            is_random, is_truncated = self._is_random[rows], self._is_truncated[rows]
+            self._last, self._draws = rows, (
+                self._draws_of((is_random & is_truncated).nonzero()[0], rows),
+                self._draws_of((is_random & ~is_truncated).nonzero()[0], rows),
+            )
+        truncated, full = self._draws
         return (
-            self._rows((is_random & is_truncated).nonzero()[0], columns, to_device),
-            self._rows((is_random & ~is_truncated).nonzero()[0], columns, to_device),
+            None if truncated is None else truncated.plan(columns, to_device),
+            None if full is None else full.plan(columns, to_device),
         )
 
     def _enter(self, columns: BatchColumns, indices: Items[int]) -> None:
@@ -135,18 +142,47 @@ class RandomColumns:
             self._is_truncated[row] = self._batch_invariant or params.top_p < 1.0 or is_restricted
             self._needs_total[row] = params.top_p < 1.0 and not is_restricted
 
-    def _rows(self, indices: np.ndarray, columns: BatchColumns, to_device: HostToDeviceBuffer) -> RandomRows | None:
+    def _draws_of(self, indices: np.ndarray, rows: np.ndarray) -> _Draws | None:
         if not len(indices):
             return None
-        rows = columns.rows[indices]
-        numbers = self._numbers[rows]
-        numbers[:, _UNIFORM] = uniforms(self._seeds[rows], columns.ends[indices] - self._num_prompt_tokens[rows])
-        return RandomRows(
-            to_device.ints(indices),
-            to_device.floats(numbers.ravel()),
+        rows = rows[indices]
+        return _Draws(
+            indices,
+            self._seeds[rows],
+            self._num_prompt_tokens[rows],
+            self._numbers[rows],
             bool(self._needs_total[rows].any()),
-            has_top_k=bool((numbers[:, _TOP_K] < math.inf).any()),
-            has_top_p=bool((numbers[:, _TOP_P] < 1.0).any()),
+        )
+
+
+class _Draws:
+    """Rows of the logits that draw randomly, for steps of the same sequences: only the uniform numbers change."""
+
+    def __init__(
+        self,
+        indices: np.ndarray,
+        seeds: np.ndarray,
+        num_prompt_tokens: np.ndarray,
+        numbers: np.ndarray,
+        needs_total: bool,
+    ) -> None:
+        self._indices = indices
+        self._seeds = seeds
+        self._num_prompt_tokens = num_prompt_tokens
+        self._numbers = numbers
+        self._needs_total = needs_total
+        self._has_top_k = bool((numbers[:, _TOP_K] < math.inf).any())
+        self._has_top_p = bool((numbers[:, _TOP_P] < 1.0).any())
+
+    def plan(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> RandomRows:
+        """Add the numbers of one step to `to_device`."""
+        self._numbers[:, _UNIFORM] = uniforms(self._seeds, columns.ends[self._indices] - self._num_prompt_tokens)
+        return RandomRows(
+            to_device.ints(self._indices),
+            to_device.floats(self._numbers.ravel()),
+            self._needs_total,
+            has_top_k=self._has_top_k,
+            has_top_p=self._has_top_p,
         )
 
 

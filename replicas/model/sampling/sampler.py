@@ -14,7 +14,7 @@ from replicas.model.batch.inputs import LastRows
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor, Span
 from replicas.model.hardware.selfcheck import Agree, alone, kernels_work
 from replicas.model.parallel.cut_logits import CutLogits
-from replicas.model.sampling.logits_processors import LogitsChanges, LogitsProcessors
+from replicas.model.sampling.logits_processors import NO_CHANGES, LogitsChanges, LogitsProcessors
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
 from replicas.model.sampling.masks import RowMasks
 from replicas.model.sampling.multinomial import (
@@ -143,6 +143,9 @@ class SamplingPlan(NamedTuple):
         return self.is_greedy and not self.scored
 
 
+_GREEDY = SamplingPlan(NO_CHANGES, None, None, _NO_ROWS, 0)
+
+
 class SamplingPlanner:
     """Planner of the sampling of steps, from the parameters and tokens of sequences."""
 
@@ -163,10 +166,10 @@ class SamplingPlanner:
 
     def plan(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> SamplingPlan:
         """Plan the sampling of one token per item, and add its numbers to `to_device`."""
-        changes = self._logits_processors.plan(columns, last_rows, to_device)
         truncated, full = self._random.plan(columns, to_device)
         if not columns.special:
-            return SamplingPlan(changes, truncated, full, _NO_ROWS, 0)
+            return _GREEDY._replace(truncated=truncated, full=full) if truncated or full else _GREEDY
+        changes = self._logits_processors.plan(columns, last_rows, to_device)
         num_logprobs = _num_logprobs(columns)
         scored = to_device.ints(list(num_logprobs))
         return SamplingPlan(changes, truncated, full, scored, max(num_logprobs.values(), default=0))

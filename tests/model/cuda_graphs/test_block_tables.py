@@ -10,12 +10,12 @@ from replicas.engine.batch import BatchColumns, ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.engine.sequence_table import SequenceTable
 from replicas.model.batch.inputs import table_of
-from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
-from replicas.model.cuda_graphs.padding import BlockTableRows
+from replicas.model.batch.transfers import HostToDeviceBuffer
+from replicas.model.cuda_graphs.buffers import StepBuffers
+from replicas.model.cuda_graphs.padding import BlockTableRows, StepShape
 from replicas.protocol import GenerateRequest, SamplingParams
 
 NUM_ROWS, NUM_COLUMNS, FACTORS = 5, 12, (1, 3)
-NO_TOKENS = no_tokens(torch.device("cpu"))
 
 
 def make_sequence(number: int) -> Sequence:
@@ -62,10 +62,12 @@ def come_and_go(rng: random.Random, table: SequenceTable, sequence: Sequence) ->
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(20))
-def test_each_sequences_row_holds_its_table(seed: int) -> None:
+@pytest.mark.parametrize("factors", [FACTORS, (2,)])
+def test_each_sequences_row_holds_its_table(seed: int, factors: tuple[int, ...]) -> None:
     rng, table = random.Random(seed), SequenceTable(NUM_ROWS)
     sequences = [make_sequence(number) for number in range(12)]
-    rows, tables = block_tables(), torch.zeros(len(FACTORS), NUM_ROWS + 1, NUM_COLUMNS, dtype=torch.int32)
+    rows = BlockTableRows(NUM_ROWS, NUM_COLUMNS, factors)
+    buffers = StepBuffers([StepShape.decodes(NUM_ROWS)], NUM_COLUMNS, 4, torch.device("cpu"), len(factors))
     for _ in range(200):
         for sequence in sequences:
             come_and_go(rng, table, sequence)
@@ -75,17 +77,18 @@ def test_each_sequences_row_holds_its_table(seed: int) -> None:
         chosen = rng.sample(present, rng.randint(0, len(present)))
         columns = columns_of([*chosen, probe] if len(chosen) < NUM_ROWS else chosen)
         to_device = HostToDeviceBuffer()
-        update = rows.update(columns, to_device)
+        num_new_blocks = rows.update(columns, to_device)
         if rng.random() < 0.1:
             rows.forget()  # The step could not run.
             continue
-        update.apply(tables, DeviceBuffer.of(to_device.words, NO_TOKENS))
+        if num_new_blocks:
+            buffers.write_blocks(torch.from_numpy(to_device.words))
         assert len(set(columns.rows.tolist())) == len(columns.sequences)
         for sequence, row in zip(columns.sequences, columns.rows.tolist(), strict=True):
-            for number, factor in enumerate(FACTORS):
+            for number, factor in enumerate(factors):
                 for index, block in enumerate(table_of(sequence, number)):
-                    assert block == 0 or tables[number, row, index] == factor * block
-        assert not tables[:, -1].any()
+                    assert block == 0 or buffers._tables[number, row, index] == factor * block
+        assert not buffers._tables[:, -1].any()
 
 
 def test_a_steady_batch_sends_new_blocks_alone() -> None:
@@ -94,7 +97,7 @@ def test_a_steady_batch_sends_new_blocks_alone() -> None:
     for step in range(4):
         for blocks in chain(*map(tables_of, sequences)):
             blocks.append(1 + step)
-        num_sent.append(len(rows.update(columns_of(sequences), HostToDeviceBuffer()).blocks))
+        num_sent.append(rows.update(columns_of(sequences), HostToDeviceBuffer()))
     assert num_sent == [6, 6, 6, 6]
 
 
@@ -105,5 +108,5 @@ def test_sequences_that_take_turns_send_new_blocks_alone() -> None:
         turn = sequences[step % 2 :: 2]
         for blocks in chain(*map(tables_of, turn)):
             blocks.append(1 + step)
-        num_sent.append(len(rows.update(columns_of(turn), HostToDeviceBuffer()).blocks))
+        num_sent.append(rows.update(columns_of(turn), HostToDeviceBuffer()))
     assert num_sent == [6, 4] * 3

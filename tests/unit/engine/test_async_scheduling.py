@@ -99,9 +99,10 @@ class PipelinedWorld(World):
     """A world that runs a step ahead."""
 
     runner: PipelinedRunner
+    runner_type: type[PipelinedRunner] = PipelinedRunner
 
     def __init__(self, config: EngineConfig, step_s: float = 0.0) -> None:
-        super().__init__(replace(config, async_scheduling=True), step_s, PipelinedRunner)
+        super().__init__(replace(config, async_scheduling=True), step_s, self.runner_type)
 
     def run(self, *requests: GenerateRequest) -> None:
         super().run(*requests)
@@ -138,7 +139,7 @@ def alone(asked: GenerateRequest) -> Outcome:
     return world.outcomes[asked.request_id]
 
 
-def check_outcomes(rng: random.Random, world: PipelinedWorld) -> None:
+def check_outcomes(rng: random.Random, world: World) -> None:
     """Play `world` to its end, and compare every outcome with that of a synchronous engine."""
     for asked, outcome, is_whole in play(rng, world, anything):
         expected = alone(asked)

@@ -1,0 +1,102 @@
+"""What a padded pass reads on the device are the batch's tokens, positions and slots, whatever steps came before."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from replicas.engine.batch import ItemResult, LaunchedStep, ScheduledBatch
+from replicas.engine.config import EngineConfig
+from replicas.model.batch.inputs import table_of, wants_prompt_logprobs
+from replicas.model.batch.transfers import DeviceBuffer, no_tokens
+from replicas.model.cuda_graphs.buffers import StepBuffers
+from replicas.model.cuda_graphs.graphs import step_shapes
+from replicas.model.cuda_graphs.padding import NUM_HEAD_WORDS, StepPadding
+from replicas.model.planner import PlannedStep, StepMessage, StepPlanner
+from testkit.engine.random_worlds import random_config
+from testkit.engine.shadow_runner import VOCABULARY, World
+from tests.seeds import Seeds
+from tests.unit.engine.test_async_scheduling import EOS, PipelinedRunner, PipelinedWorld, check_outcomes
+
+CPU = torch.device("cpu")
+FACTORS = (2, 1, 3)
+
+
+class PaddingRunner(PipelinedRunner):
+    """Shadow runner that also plans padded passes, writes their numbers to buffers, and checks what these hold."""
+
+    def prepare(self, config: EngineConfig) -> None:
+        """Make the planner and the buffers for an engine of this configuration."""
+        self._factors = FACTORS[: len(config.windows)]
+        shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+        max_blocks = -(-config.max_model_len // config.block_size) + 1
+        self._buffers = StepBuffers(shapes, max_blocks, config.block_size, CPU, len(self._factors))
+        loaded: Any = SimpleNamespace(eos_token_ids=frozenset(), vocab_size=VOCABULARY, is_batch_invariant=False)
+        groups = [SimpleNamespace(layers_per_column=factor) for factor in self._factors]
+        cache: Any = SimpleNamespace(block_size=config.block_size, groups=groups)
+        self._planner = StepPlanner(loaded, cache, StepPadding(shapes, max_blocks, self._factors), None)
+        self._planned: PlannedStep | None = None
+        self._last_tokens = no_tokens(CPU)
+        self.num_padded = self.num_advances = 0
+
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        with self._planner.running():
+            self._planned = self._planner.plan(batch)
+            if self._planned.message.padded is not None:
+                self._check(self._planned.message, batch)
+            return super().launch(batch)
+
+    def sampled(self, batch: ScheduledBatch, results: list[ItemResult]) -> None:
+        super().sampled(batch, results)
+        assert self._planned is not None and self._planned.batch is batch
+        sequences = self._planned.sampling.sequences
+        self._last_tokens = torch.tensor([self._sampled[sequence] for sequence in sequences], dtype=torch.int64)
+
+    def _check(self, message: StepMessage, batch: ScheduledBatch) -> None:
+        padded, size = message.padded, self._block_size
+        assert padded is not None
+        self._buffers.load(padded, DeviceBuffer.of(message.words, self._last_tokens), message.num_new_blocks)
+        inputs = self._buffers.inputs(padded.shape)
+        items = [item for item in batch.items if not wants_prompt_logprobs(item)]
+        token_ids = [token_id for item in items for token_id in self._known(item)[item.start : item.end]]
+        places = [(item.sequence, position) for item in items for position in range(item.start, item.end)]
+        num_tokens = len(places)
+        assert inputs.input_ids[0, :num_tokens].tolist() == token_ids
+        assert inputs.position_ids[0, :num_tokens].tolist() == [position for _, position in places]
+        for number, (group, factor) in enumerate(zip(inputs.groups, self._factors, strict=True)):
+            tables = [table_of(sequence, number) for sequence, _ in places]
+            blocks = [table[position // size] * factor for table, (_, position) in zip(tables, places, strict=True)]
+            slots = [block * size + position % size for block, (_, position) in zip(blocks, places, strict=True)]
+            assert group.slots[:num_tokens].tolist() == slots
+            assert (group.slots[num_tokens:] < size).all(), "the padding writes to the scratch block"
+        self.num_padded += 1
+        self.num_advances += len(padded.words) == NUM_HEAD_WORDS
+
+
+class PaddingWorld(PipelinedWorld):
+    runner: PaddingRunner
+    runner_type = PaddingRunner
+
+
+@pytest.mark.parametrize("windows", [(None,), (7, None)])
+@pytest.mark.random_worlds(120, per_call=15)
+def test_padded_inputs_are_those_of_the_batch(seeds: Seeds, windows: tuple[int | None, ...]) -> None:
+    num_padded = num_advances = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        config = random_config(rng, eos_token_ids=EOS, windows=windows)
+        is_ahead = rng.random() < 0.7
+        world = PaddingWorld(config) if is_ahead else World(config, make_runner=PaddingRunner)
+        runner = world.runner
+        assert isinstance(runner, PaddingRunner)
+        runner.prepare(config)
+        runner.rng, runner.failure_share = rng, rng.choice([0.0, 0.1]) if is_ahead else 0.0
+        check_outcomes(rng, world)
+        num_padded += runner.num_padded
+        num_advances += runner.num_advances
+    if seeds.are_many:
+        assert num_padded > 200 and num_advances > 25, "the worlds do not reach what they test"
