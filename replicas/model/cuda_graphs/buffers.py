@@ -48,7 +48,7 @@ class StepBuffers:
     def __init__(
         self, shapes: Items[StepShape], max_blocks: int, block_size: int, device: torch.device, num_tables: int = 1
     ) -> None:
-        """Allocate buffers for `shapes`, and sequences of at most `max_blocks` blocks in each of `num_tables` tables."""
+        """Allocate buffers for `shapes`. A sequence has `num_tables` tables of at most `max_blocks` blocks."""
         self._block_size = block_size
         max_rows = max(shape.num_rows for shape in shapes)
         self._longest = max_blocks * block_size
@@ -74,8 +74,7 @@ class StepBuffers:
     def inputs(self, shape: StepShape) -> StaticInputs:
         """Return the inputs of a step of `shape`. Its operations are part of the captured forward pass."""
         head, ids, starts, table_rows, *others = torch.split(self._words[: shape.num_words], list(shape.columns))
-        # Tokens of no sequence advance too, which is harmless: a decode at their position would fit a sequence.
-        positions = starts + head[0]
+        positions = starts + head[0]  # Those of the padding stay below those of the decodes.
         slots = self._slots(table_rows, positions)
         input_ids = known_ids(ids, self._last_tokens)
         if shape.num_chunks == 0:

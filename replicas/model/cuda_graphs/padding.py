@@ -9,6 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+
 from replicas.engine.batch import BatchColumns, StateMove
 from replicas.model.attention.plan import STATE_SLOTS, state_fields
 from replicas.model.batch.inputs import ColumnOwners, FlatBatch, LastRows, newest_ids, table_of
@@ -84,8 +85,8 @@ class BlockTableRows:
     """Rows of the block tables on the device: what the planned steps write there.
 
     A running sequence has the row of its column in the engine's table, in the tables of all groups of layers. A block
-    has its number in the tensors of the group: its id times the group's factor. After the `num_rows` rows each table has
-    one that stays zero, the scratch block, for tokens that belong to no sequence: their row is -1.
+    has its number in the tensors of the group: its id times the group's factor. The last row of each table belongs to
+    no sequence and stays zero, the scratch block: tokens of the padding have row -1.
 
     Invariants:
         After the planned steps a row holds the blocks of its last owner that are recorded as written. The cells after
@@ -98,7 +99,7 @@ class BlockTableRows:
         self._factors = factors
         self._owners = ColumnOwners()
         self._num_written = np.zeros(num_rows, np.int64)
-        """Number of blocks in each row that are its owner's, by the steps before those with the rows of the last one."""
+        """Number of blocks in each row that are its owner's. Those of the rows `_last` are in `_num_last`."""
         self._last = self._num_last = self._first_cells = np.zeros(0, np.int64)
         """Rows of the last step, the numbers of blocks in them, and their first cells in the first table."""
 

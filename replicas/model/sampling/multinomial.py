@@ -115,10 +115,9 @@ class RandomColumns:
             if len(newcomers := self._owners.newcomers(columns)):
                 self._enter(columns, newcomers.tolist())
             is_random, is_truncated = self._is_random[rows], self._is_truncated[rows]
-            self._last, self._draws = rows, (
-                self._draws_of((is_random & is_truncated).nonzero()[0], rows),
-                self._draws_of((is_random & ~is_truncated).nonzero()[0], rows),
-            )
+            chosen = is_random & is_truncated, is_random & ~is_truncated
+            truncated, full = (self._draws_of(are.nonzero()[0], rows) for are in chosen)
+            self._last, self._draws = rows, (truncated, full)
         truncated, full = self._draws
         return (
             None if truncated is None else truncated.plan(columns, to_device),

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from replicas.engine.batch import ItemResult, LaunchedStep, ScheduledBatch
+from replicas.engine.batch import BatchColumns, ItemResult, LaunchedStep, ScheduledBatch
 from replicas.engine.config import EngineConfig
-from replicas.model.batch.inputs import table_of, wants_prompt_logprobs
-from replicas.model.batch.transfers import DeviceBuffer, no_tokens
+from replicas.engine.sequence import Sequence
+from replicas.engine.sequence_table import SequenceTable
+from replicas.model.batch.inputs import NO_LAST_ROWS, table_of, wants_prompt_logprobs
+from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.buffers import StepBuffers
 from replicas.model.cuda_graphs.graphs import step_shapes
 from replicas.model.cuda_graphs.padding import NUM_HEAD_WORDS, StepPadding
 from replicas.model.planner import PlannedStep, StepMessage, StepPlanner
 from testkit.engine.random_worlds import random_config
-from testkit.engine.shadow_runner import VOCABULARY, World
+from testkit.engine.shadow_runner import VOCABULARY, World, prompt, request
 from tests.seeds import Seeds
 from tests.unit.engine.test_async_scheduling import EOS, PipelinedRunner, PipelinedWorld, check_outcomes
 
@@ -100,3 +104,48 @@ def test_padded_inputs_are_those_of_the_batch(seeds: Seeds, windows: tuple[int |
         num_advances += runner.num_advances
     if seeds.are_many:
         assert num_padded > 200 and num_advances > 25, "the worlds do not reach what they test"
+
+
+class Decodes:
+    """Three sequences that decode, with the planner of their padded passes."""
+
+    def __init__(self) -> None:
+        self.table = SequenceTable(4)
+        self.sequences = [Sequence(request(f"{number}", prompt(9), 40), 0.0, None, number) for number in range(3)]
+        for sequence in self.sequences:
+            sequence.block_table = [1, 2]
+            self.table.enter(sequence)
+            sequence.launched(8, samples=False)
+        self.padding = StepPadding(step_shapes(4, 16), 4)
+        self.last_rows = NO_LAST_ROWS
+
+    def columns(self) -> BatchColumns:
+        rows = self.table.rows(self.sequences)
+        return self.table.columns(self.sequences, rows, np.ones(3, np.int64), 3, 3)
+
+    def is_advance(self, columns: BatchColumns, *, is_launched: bool = True) -> bool:
+        """Plan a step, and return True if no inputs are sent."""
+        plan = self.padding.advance(columns, self.last_rows, HostToDeviceBuffer())
+        if plan is None:
+            shape = self.padding.shape_of(columns)
+            assert shape is not None
+            self.padding.plan(columns, shape, self.last_rows, HostToDeviceBuffer())
+        self.last_rows = self.last_rows.after(columns)
+        if is_launched:
+            self.table.launched(columns)
+        return plan is not None
+
+
+def test_only_the_next_step_of_the_same_decodes_advances() -> None:
+    decodes = Decodes()
+    assert [decodes.is_advance(decodes.columns()) for _ in range(4)] == [False, False, True, True]
+    # A step that is dropped is planned again.
+    assert decodes.is_advance(decodes.columns(), is_launched=False)
+    assert [decodes.is_advance(decodes.columns()) for _ in range(3)] == [False, False, True]
+    few = replace(decodes.columns(), samples=np.array([True, False, True]))
+    assert not decodes.is_advance(few, is_launched=False)
+    assert [decodes.is_advance(decodes.columns()) for _ in range(3)] == [False, False, True]
+    decodes.padding.forget()
+    assert not decodes.is_advance(decodes.columns())
+    decodes.last_rows = NO_LAST_ROWS.after(decodes.columns().take([1, 0, 2]))  # The step before had another order.
+    assert not decodes.is_advance(decodes.columns())
