@@ -105,7 +105,7 @@ class BatchColumns:
     num_table_blocks: np.ndarray
     """Number of blocks in the first table of each sequence."""
     newest_blocks: np.ndarray
-    """Last block of each of these tables."""
+    """Last block that came to each of these tables."""
     num_all_tokens: int
     """Number of tokens of all items."""
     num_decodes: int

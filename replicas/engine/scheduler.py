@@ -198,7 +198,7 @@ class Scheduler:
             assert sequence.status is SequenceStatus.RUNNING
             assert 0 <= sequence.num_computed_tokens < sequence.num_known_tokens
             assert sequence.num_table_blocks == len(sequence.block_table)
-            assert sequence.newest_block == sequence.block_table[-1]
+            assert sequence.block_table[-1] in (sequence.newest_block, 0)
             assert sequence.num_in_flight_tokens >= 0 and sequence.num_placeholder_tokens >= 0
             assert sequence.num_scheduled_tokens <= sequence.num_tokens
             assert sequence.num_held_steps <= self.tpot_limits.max_held_steps

@@ -213,7 +213,7 @@ class Sequence:
     num_table_blocks = _Number(TABLE_BLOCKS)
     """Length of `block_table`."""
     newest_block = _Number(NEWEST_BLOCK)
-    """Last block of `block_table`; 0: it is empty."""
+    """Last block that came to `block_table`; 0: it is empty."""
     num_held_steps = _Number(HELD_STEPS)
     """Steps in a row that left out the sequence, which decodes, for the TPOT of others."""
     work_tokens = _Number(WORK)
