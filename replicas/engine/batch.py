@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,6 +27,41 @@ class StateMove:
 
 SCRATCH_STATE = StateMove()
 """Slots of an item of a model without recurrent state, and of dummy items."""
+
+
+class StateColumns(NamedTuple):
+    """State slots of the items of a step, see `StateMove`."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+    snapshots: dict[int, tuple[tuple[int, int], ...]]
+    """Snapshots of the items that have some, by their indices."""
+
+    @classmethod
+    def of(cls, moves: Items[StateMove]) -> StateColumns:
+        """Return the columns of `moves`."""
+        return cls(
+            np.array([move.source for move in moves], np.int64),
+            np.array([move.target for move in moves], np.int64),
+            {index: move.snapshots for index, move in enumerate(moves) if move.snapshots},
+        )
+
+    def take(self, indices: np.ndarray) -> StateColumns:
+        """Return the items at `indices`."""
+        snapshots = {}
+        if self.snapshots:
+            places = enumerate(indices.tolist())
+            snapshots = {place: self.snapshots[index] for place, index in places if index in self.snapshots}
+        return StateColumns(self.sources[indices], self.targets[indices], snapshots)
+
+    def words(self) -> np.ndarray:
+        """Return each item's two slots, [2 * num_items] int64."""
+        words: np.ndarray = np.stack([self.sources, self.targets], axis=1).ravel()
+        return words
+
+    def move(self, index: int) -> StateMove:
+        """Return the slots of one item."""
+        return StateMove(self.sources.item(index), self.targets.item(index), self.snapshots.get(index, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +147,7 @@ class BatchColumns:
     """Number of the first items whose sequences have been in earlier steps, and miss their newest tokens alone."""
     special: list[int]
     """Items whose sequences ask for more than text by temperature, top-p, top-k and min-p."""
-    states: tuple[StateMove, ...] | None = None
+    states: StateColumns | None = None
     """State slots of the items; None: the model has no recurrent state."""
 
     @classmethod
@@ -137,7 +172,7 @@ class BatchColumns:
             sum(item.num_tokens for item in items),
             0,
             [index for index, sequence in enumerate(sequences) if sequence.is_special],
-            tuple(item.state for item in items),
+            StateColumns.of([item.state for item in items]),
         )
 
     @property
@@ -166,7 +201,7 @@ class BatchColumns:
             int(num_tokens.sum()),
             int(np.count_nonzero(taken < self.num_decodes)),
             [index for index, sequence in enumerate(sequences) if sequence.is_special] if self.special else [],
-            None if self.states is None else tuple(self.states[index] for index in taken.tolist()),
+            None if self.states is None else self.states.take(taken),
         )
 
     def item(self, index: int) -> ScheduledSequence:
@@ -178,7 +213,7 @@ class BatchColumns:
             self.samples.item(index),
             self.num_recomputed_tokens.item(index),
             self.preemptions.item(index),
-            SCRATCH_STATE if self.states is None else self.states[index],
+            SCRATCH_STATE if self.states is None else self.states.move(index),
         )
 
 

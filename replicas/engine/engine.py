@@ -263,7 +263,7 @@ class Engine:
         is_continued = self._scheduler.continued(columns, step.results)
         deltas: list[TokenDelta | None] = [None] * len(columns.sequences)
         faults = self._continue(step, is_continued.nonzero()[0], deltas)
-        changes_block = is_continued & self._scheduler.blocks.changes_at(columns.starts + 1)
+        changes_block = is_continued & self._scheduler.changes_block(columns)
         for index in sorted({*(changes_block | ~is_continued).nonzero()[0].tolist(), *faults}):
             sequence = columns.sequences[index]
             if changes_block[index]:

@@ -16,6 +16,7 @@ from replicas.engine.sequence import (
     KNOWN,
     MAX_OUTPUT,
     MAX_PENDING_TOKENS,
+    NUM_AWAITED_STATES,
     PENDING,
     PROMPT,
     Phase,
@@ -148,8 +149,6 @@ class Scheduler:
         It has no constraint, log probabilities or stop strings, and the token is no stop token of any sequence.
         """
         table, rows, token_ids = self.table, columns.rows, results.token_ids
-        if self.blocks.states.num_slots:
-            return np.zeros(len(rows), bool)
         numbers = table.numbers.take(rows, axis=1)
         is_continued: np.ndarray = table.has(columns) & table.has_text_alone[rows] & columns.samples
         is_continued &= (columns.num_tokens == 1) & (numbers[DECODES] > 0) & (numbers[PENDING] < MAX_PENDING_TOKENS)
@@ -159,6 +158,13 @@ class Scheduler:
         if results.others:
             is_continued[list(results.others)] = False
         return is_continued
+
+    def changes_block(self, columns: BatchColumns) -> np.ndarray:
+        """Return for decodes that go on whether the step that was collected has changed a block or a state slot."""
+        changes = self.blocks.changes_at(columns.ends)
+        if self.blocks.states.num_slots:
+            changes |= self.table.numbers[NUM_AWAITED_STATES].take(columns.rows) > 0
+        return changes
 
     def block_changed(self, sequence: Sequence) -> None:
         """Note that the token of a decode, which was collected, has changed a block of a sequence that goes on."""

@@ -87,8 +87,8 @@ class PhaseTimes:
 (
     KNOWN, PENDING, COMPUTED, IN_FLIGHT, PLACEHOLDERS, FORCED, PREEMPTED, MAX_COMPUTED, PROMPT, MAX_OUTPUT,
     EXPECTED_OUTPUT, TABLE_BLOCKS, BLOCKS, NEWEST_TOKEN, HELD_STEPS, PREEMPTIONS, WORK, BAND, EFFECTIVE_BAND, DECODES,
-    NEWEST_BLOCK, NUM_NUMBERS,
-) = range(22)  # fmt: skip
+    NEWEST_BLOCK, STATE_SLOT, STATE_BOUNDARY, NUM_AWAITED_STATES, NUM_NUMBERS,
+) = range(25)  # fmt: skip
 """Indices of the numbers of a sequence: token counts, unless their names say otherwise."""
 DEVICE_S, LAST_TOKEN_S, NUM_TIMES = range(3)
 """Indices of the times of a sequence, seconds."""
@@ -216,6 +216,12 @@ class Sequence:
     """Last block that came to `block_table`; 0: it is empty."""
     num_held_steps = _Number(HELD_STEPS)
     """Steps in a row that left out the sequence, which decodes, for the TPOT of others."""
+    state_slot = _Number(STATE_SLOT)
+    """Last one of `state_slots` if the sequence writes it; 0: it has none."""
+    state_boundary = _Number(STATE_BOUNDARY)
+    """Boundary of that slot."""
+    num_awaited_states = _Number(NUM_AWAITED_STATES)
+    """Number of the last `state_slots` whose state was not computed when that was last looked at."""
     work_tokens = _Number(WORK)
     """Tokens computed in the steps that were collected, each as often as it was computed."""
 

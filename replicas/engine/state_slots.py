@@ -11,9 +11,11 @@ from collections import OrderedDict
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 
-from replicas.engine.batch import SCRATCH_STATE, StateMove
+import numpy as np
+
+from replicas.engine.batch import SCRATCH_STATE, BatchColumns, StateColumns, StateMove
 from replicas.engine.config import EngineConfig
-from replicas.engine.sequence import HeldSlot, Sequence
+from replicas.engine.sequence import STATE_BOUNDARY, STATE_SLOT, HeldSlot, Sequence
 
 
 class StateSlots:
@@ -105,6 +107,20 @@ class StateSlots:
         self._hold(sequence, HeldSlot(target, boundary, end))
         return StateMove(source, target, tuple(snapshots))
 
+    def moves(self, columns: BatchColumns, numbers: np.ndarray) -> StateColumns:
+        """Return the slots of all items of a step, as `move` does. `numbers` are those of the running sequences."""
+        boundaries = columns.ends // self._block_size * self._block_size
+        slots = numbers[STATE_SLOT].take(columns.rows)
+        stays = (slots > 0) & (numbers[STATE_BOUNDARY].take(columns.rows) == boundaries)
+        moved = StateColumns(slots, slots.copy(), {})
+        for index in (~stays).nonzero()[0].tolist():
+            start, num_tokens = columns.starts.item(index), columns.num_tokens.item(index)
+            move = self.move(columns.sequences[index], start, start + num_tokens)
+            moved.sources[index], moved.targets[index] = move.source, move.target
+            if move.snapshots:
+                moved.snapshots[index] = move.snapshots
+        return moved
+
     def boundaries_of(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Return the boundaries at which a step over [start, end) leaves a state that others may use."""
         boundaries = [boundary for boundary in sequence.kept_boundaries if start < boundary <= end]
@@ -122,6 +138,7 @@ class StateSlots:
                     self._publish(entry.slot, sequence.block_hashes[entry.boundary // self._block_size - 1])
         for entry in held[: max(0, num_computed - 1)]:
             self._release(entry)
+        sequence.num_awaited_states = len(held) - num_computed
         del held[: max(0, num_computed - 1)]
 
     def revoked(self, sequence: Sequence) -> None:
@@ -129,6 +146,7 @@ class StateSlots:
         held = sequence.state_slots
         while held and held[-1].end > sequence.num_scheduled_tokens:
             self._release(held.pop())
+        self._note(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Take back all slots of `sequence`. Its last computed state stays cached."""
@@ -141,6 +159,7 @@ class StateSlots:
         for entry in reversed(sequence.state_slots):
             self._release(entry)
         sequence.state_slots.clear()
+        self._note(sequence)
 
     def check_invariants(self, sequences: list[Sequence]) -> None:
         """Assert the class's invariants; `sequences` are all sequences that hold slots."""
@@ -149,6 +168,10 @@ class StateSlots:
         for sequence in sequences:
             held = sequence.state_slots
             assert [entry.end for entry in held] == sorted(entry.end for entry in held)
+            own = held[-1] if held and not held[-1].is_shared else HeldSlot(0, 0, 0)
+            assert (sequence.state_slot, sequence.state_boundary) == (own.slot, own.boundary)
+            assert sequence.num_awaited_states >= sum(entry.end > sequence.num_computed_tokens for entry in held)
+            assert sequence.num_awaited_states or len(held) <= 1
             for entry in held:
                 assert entry.boundary <= entry.end <= sequence.num_scheduled_tokens
                 holders[entry.slot] += 1
@@ -168,7 +191,15 @@ class StateSlots:
 
     def _hold(self, sequence: Sequence, entry: HeldSlot) -> None:
         sequence.state_slots.append(entry)
+        self._note(sequence)
         self._num_held += not entry.is_snapshot and self._num_holders[entry.slot] == 1
+
+    def _note(self, sequence: Sequence) -> None:
+        """Note in the sequence's numbers what slots it holds, after a change at their end."""
+        held = sequence.state_slots
+        is_own = bool(held) and not held[-1].is_shared
+        sequence.state_slot, sequence.state_boundary = (held[-1].slot, held[-1].boundary) if is_own else (0, 0)
+        sequence.num_awaited_states = sum(entry.end > sequence.num_computed_tokens for entry in held)
 
     def _can_keep(self, sequence: Sequence, boundary: int) -> bool:
         """Return True if there is a slot for a state that is only to be cached, and its hash is not cached already."""

@@ -147,9 +147,7 @@ class StepPlan:
             num_tokens = np.append(num_tokens, list(self._scheduled.values()))
         columns = self._table.columns(sequences, rows, num_tokens, self.num_scheduled_tokens, len(self._decodes))
         if states.num_slots:
-            spans = zip(sequences, columns.starts.tolist(), num_tokens.tolist(), strict=True)
-            moves = tuple(states.move(sequence, start, start + more) for sequence, start, more in spans)
-            columns = replace(columns, states=moves)
+            columns = replace(columns, states=states.moves(columns, self._table.numbers))
         return ScheduledBatch((), tuple(self.decoding_bands), columns)
 
 

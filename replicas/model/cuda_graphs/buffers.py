@@ -73,19 +73,21 @@ class StepBuffers:
 
     def inputs(self, shape: StepShape) -> StaticInputs:
         """Return the inputs of a step of `shape`. Its operations are part of the captured forward pass."""
-        head, ids, starts, table_rows, *others = torch.split(self._words[: shape.num_words], list(shape.columns))
-        positions = starts + head[0]  # Those of the padding stay below those of the decodes.
+        parts = torch.split(self._words[: shape.num_words], list(shape.columns))
+        head, state_slots, ids, starts, table_rows, *others = parts
+        # Positions of the padding stay below those of the decodes, and 0 if they are chunks of recurrent layers.
+        positions = starts + (head[0] * (table_rows >= 0) if shape.has_states else head[0])
         slots = self._slots(table_rows, positions)
         input_ids = known_ids(ids, self._last_tokens)
         if shape.num_chunks == 0:
             rows = self._rows[: shape.num_tokens]
             decodes, logits_rows = torch.stack([rows, positions, torch.ones_like(rows), table_rows], dim=1), None
             plans = self._plans(self._group(decodes, shape.num_tokens))
-            of_states = [(decodes, others[0])]
+            of_states = [(decodes, state_slots)]
         else:
             logits_rows, decodes, chunks = others[0], others[1].view(-1, 4), others[2].view(-1, 4)
             plans = self._plans(self._group(decodes, shape.num_rows), self._group(chunks, shape.num_tokens))
-            of_states = [(decodes, others[3]), (chunks, others[4])]
+            of_states = [(decodes, state_slots), (chunks, others[3])]
         states = _state_plan(of_states, shape) if shape.has_states else None
         groups = tuple(map(StaticGroup, slots, plans))
         return StaticInputs(input_ids[None], positions[None], logits_rows, groups, states)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import chain
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from replicas.engine.batch import BatchColumns, StateMove
+from replicas.engine.batch import BatchColumns
 from replicas.model.attention.plan import STATE_SLOTS, state_fields
 from replicas.model.batch.inputs import ColumnOwners, FlatBatch, LastRows, newest_ids, table_of
 from replicas.model.batch.transfers import HostToDeviceBuffer, Span
@@ -37,17 +36,20 @@ class StepShape:
     columns: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Number of words of each part of the inputs.
 
-    The first part is `NUM_HEAD_WORDS`. Then come token ids, positions and rows in the block tables, one for each token.
-    A row of -1 belongs to no sequence. For steps other than decodes follow the rows of the logits, the chunks of one
-    token, and the longer ones; the padding is one more chunk. With recurrent state follow the slots of each decode, and
-    the slots and snapshots of each longer chunk.
+    The first part is `NUM_HEAD_WORDS`, the second one the state slots of each chunk of one token, if there are any.
+    Then come token ids, positions and rows in the block tables, one for each token. A row of -1 belongs to no sequence.
+    For steps other than decodes follow the rows of the logits, the chunks of one token, and the longer ones, which the
+    padding is one of, and with recurrent state the slots and snapshots of these.
     """
     num_words: int = field(init=False, repr=False, compare=False)
     """Number of words of the inputs."""
+    num_changing_words: int = field(init=False, repr=False, compare=False)
+    """Number of the first words that change in each step of the same decodes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", self._columns())
         object.__setattr__(self, "num_words", sum(self.columns))
+        object.__setattr__(self, "num_changing_words", sum(self.columns[:2]))
 
     @classmethod
     def decodes(cls, num_rows: int, *, has_states: bool = False) -> StepShape:
@@ -61,12 +63,11 @@ class StepShape:
         return cls(num_tokens, num_rows, num_chunks, has_states)
 
     def _columns(self) -> tuple[int, ...]:
-        of_tokens, slots = (NUM_HEAD_WORDS, *(self.num_tokens,) * 3), 2 * self.num_rows * self.has_states
+        of_tokens = NUM_HEAD_WORDS, 2 * self.num_rows * self.has_states, *(self.num_tokens,) * 3
         if self.num_chunks == 0:
-            return (*of_tokens, slots)
+            return of_tokens
         chunks = self.num_chunks + 1
-        longer = STATE_SLOTS * chunks * self.has_states
-        return (*of_tokens, self.num_rows, 4 * self.num_rows, 4 * chunks, slots, longer)
+        return (*of_tokens, self.num_rows, 4 * self.num_rows, 4 * chunks, STATE_SLOTS * chunks * self.has_states)
 
 
 # A named tuple is made, hashed and compared in less than half of the time of a frozen dataclass.
@@ -77,7 +78,7 @@ class PaddedPlan(NamedTuple):
     num_rows: int
     """Rows of the logits that belong to sequences: the first ones."""
     words: Span
-    """The inputs, or the head words alone: then all others are those of the step before."""
+    """The inputs, or those of their words that change in each step: then all others are those of the step before."""
     has_placeholders: bool
 
 
@@ -189,8 +190,8 @@ class StepPadding:
     ) -> PaddedPlan:
         """Plan a pass over the items, padded to `shape`, which holds them, and add its numbers to `to_device`."""
         num_rows, self._sent = int(np.count_nonzero(columns.samples)), None
-        if shape.num_chunks == 0 and not shape.has_states and last_rows.are_all_of(columns):
-            self._sent = _SentDecodes(PaddedPlan(shape, num_rows, Span(NUM_HEAD_WORDS), has_placeholders=True))
+        if shape.num_chunks == 0 and last_rows.are_all_of(columns):
+            self._sent = _SentDecodes(PaddedPlan(shape, num_rows, Span(shape.num_changing_words), True))
         parts = (self._decodes if shape.num_chunks == 0 else self._mixed)(columns, shape, last_rows)
         span, words = to_device.room(shape.num_words)
         start = NUM_HEAD_WORDS
@@ -198,7 +199,7 @@ class StepPadding:
             assert len(part) <= num_words, "the items do not fit the shape"
             words[start : start + len(part)] = part
             start += num_words
-        return PaddedPlan(shape, num_rows, span, has_placeholders=bool(np.count_nonzero(parts[0] < 0)))
+        return PaddedPlan(shape, num_rows, span, has_placeholders=bool(np.count_nonzero(parts[1] < 0)))
 
     def advance(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> PaddedPlan | None:
         """Plan the next step of the decodes that were sent last; None: the items are others, or others came between."""
@@ -206,9 +207,13 @@ class StepPadding:
         if sent is None or not last_rows.are_all_of(columns):
             return None
         sent.num_steps += 1
-        span, words = to_device.room(NUM_HEAD_WORDS)
+        span, words = to_device.room(len(sent.following.words))
         assert span.start == 0, "the numbers of a padded pass are the step's first"
         words[0] = sent.num_steps
+        if sent.following.shape.has_states:
+            assert columns.states is not None
+            slots = columns.states.words()
+            words[NUM_HEAD_WORDS : NUM_HEAD_WORDS + len(slots)] = slots
         return sent.following
 
     def _decodes(self, columns: BatchColumns, shape: StepShape, last_rows: LastRows) -> tuple[np.ndarray, ...]:
@@ -216,12 +221,11 @@ class StepPadding:
 
         They are those of `FlatBatch.of`, which takes longer: a decode has one token, and needs no chunk.
         """
-        states = _states_of(columns, shape)
-        moves = _words_of((move.source, move.target) for move in states) if states else _NO_WORDS
+        slots = columns.states.words() if shape.has_states and columns.states is not None else _NO_WORDS
         num_rows = len(columns.rows)
         # Later steps may take their tokens from the step before them by the same ids.
         ids = np.arange(-num_rows, 0) if self._sent is not None else newest_ids(columns, num_rows, last_rows)
-        return ids, columns.starts, _table_rows(columns.rows, shape), moves
+        return slots, ids, columns.starts, _table_rows(columns.rows, shape)
 
     def _mixed(self, columns: BatchColumns, shape: StepShape, last_rows: LastRows) -> tuple[np.ndarray, ...]:
         """Return the parts of the inputs of any step. A chunk of no tokens takes no rows."""
@@ -232,13 +236,14 @@ class StepPadding:
         is_single = columns.num_tokens == 1
         padding = (num_tokens, 0, shape.num_tokens - num_tokens, -1)
         longer = np.append(chunks[~is_single], padding)
-        parts = batch.input_ids, batch.positions, table_rows, batch.logits_rows, chunks[is_single].ravel(), longer
-        moves = list(zip(is_single.tolist(), _states_of(columns, shape), strict=False))
-        return (
-            *parts,
-            _words_of((move.source, move.target) for is_alone, move in moves if is_alone),
-            _words_of(state_fields(move) for is_alone, move in moves if not is_alone),
-        )
+        slots = slots_of_longer = _NO_WORDS
+        if shape.has_states:
+            assert columns.states is not None
+            slots = columns.states.take(is_single.nonzero()[0]).words()
+            moves = map(columns.states.move, (~is_single).nonzero()[0].tolist())
+            slots_of_longer = np.array([*chain.from_iterable(map(state_fields, moves))], np.int64)
+        parts = slots, batch.input_ids, batch.positions, table_rows, batch.logits_rows
+        return *parts, chunks[is_single].ravel(), longer, slots_of_longer
 
 
 @dataclass(slots=True)
@@ -258,12 +263,3 @@ def _table_rows(rows: np.ndarray, shape: StepShape) -> np.ndarray:
     table_rows = np.full(shape.num_tokens, -1)
     table_rows[: len(rows)] = rows
     return table_rows
-
-
-def _states_of(columns: BatchColumns, shape: StepShape) -> Items[StateMove]:
-    """Return the state slots of the items; none if the inputs have none."""
-    return (columns.states or ()) if shape.has_states else ()
-
-
-def _words_of(parts: Iterable[Items[int]]) -> np.ndarray:
-    return np.array(list(chain.from_iterable(parts)), np.int64)

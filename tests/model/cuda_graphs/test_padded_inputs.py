@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from replicas.engine.batch import BatchColumns, ItemResult, LaunchedStep, ScheduledBatch
+from replicas.engine.batch import BatchColumns, ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Sequence
 from replicas.engine.sequence_table import SequenceTable
+from replicas.model.attention.plan import StatePlan, state_fields
 from replicas.model.batch.inputs import NO_LAST_ROWS, table_of, wants_prompt_logprobs
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, no_tokens
 from replicas.model.cuda_graphs.buffers import StepBuffers
 from replicas.model.cuda_graphs.graphs import step_shapes
-from replicas.model.cuda_graphs.padding import NUM_HEAD_WORDS, StepPadding
+from replicas.model.cuda_graphs.padding import StepPadding
 from replicas.model.planner import PlannedStep, StepMessage, StepPlanner
 from testkit.engine.random_worlds import random_config
 from testkit.engine.shadow_runner import VOCABULARY, World, prompt, request
@@ -36,7 +38,8 @@ class PaddingRunner(PipelinedRunner):
     def prepare(self, config: EngineConfig) -> None:
         """Make the planner and the buffers for an engine of this configuration."""
         self._factors = FACTORS[: len(config.windows)]
-        shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+        has_states = config.num_state_slots > 0
+        shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens, has_states=has_states)
         max_blocks = -(-config.max_model_len // config.block_size) + 1
         self._buffers = StepBuffers(shapes, max_blocks, config.block_size, CPU, len(self._factors))
         loaded: Any = SimpleNamespace(eos_token_ids=frozenset(), vocab_size=VOCABULARY, is_batch_invariant=False)
@@ -77,8 +80,20 @@ class PaddingRunner(PipelinedRunner):
             slots = [block * size + position % size for block, (_, position) in zip(blocks, places, strict=True)]
             assert group.slots[:num_tokens].tolist() == slots
             assert (group.slots[num_tokens:] < size).all(), "the padding writes to the scratch block"
+        if inputs.states is not None:
+            self._check_states(inputs.states, items, num_tokens)
         self.num_padded += 1
-        self.num_advances += len(padded.words) == NUM_HEAD_WORDS
+        self.num_advances += len(padded.words) < padded.shape.num_words
+
+    def _check_states(self, plan: StatePlan, items: list[ScheduledSequence], num_tokens: int) -> None:
+        chunks = [tuple(chunk[:-1]) for chunk in plan.chunks.tolist() if chunk[2] > 0]
+        first_rows = accumulate((item.num_tokens for item in items), initial=0)
+        expected = {
+            (row, item.start, item.num_tokens, *state_fields(item.state))
+            for row, item in zip(first_rows, items, strict=False)
+        }
+        assert {chunk for chunk in chunks if chunk[0] < num_tokens} == expected
+        assert all(not any(chunk[3:]) and chunk[1] == 0 for chunk in chunks if chunk[0] >= num_tokens)
 
 
 class PaddingWorld(PipelinedWorld):
@@ -86,13 +101,14 @@ class PaddingWorld(PipelinedWorld):
     runner_type = PaddingRunner
 
 
-@pytest.mark.parametrize("windows", [(None,), (7, None)])
+@pytest.mark.parametrize(("windows", "has_states"), [((None,), False), ((7, None), False), ((None,), True)])
 @pytest.mark.random_worlds(120, per_call=15)
-def test_padded_inputs_are_those_of_the_batch(seeds: Seeds, windows: tuple[int | None, ...]) -> None:
+def test_padded_inputs_are_those_of_the_batch(seeds: Seeds, windows: tuple[int | None, ...], has_states: bool) -> None:
     num_padded = num_advances = 0
     for seed in seeds:
         rng = random.Random(seed)
-        config = random_config(rng, eos_token_ids=EOS, windows=windows)
+        num_state_slots = rng.randint(3, 14) if has_states else 0
+        config = random_config(rng, eos_token_ids=EOS, windows=windows, num_state_slots=num_state_slots)
         is_ahead = rng.random() < 0.7
         world = PaddingWorld(config) if is_ahead else World(config, make_runner=PaddingRunner)
         runner = world.runner
