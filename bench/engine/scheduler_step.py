@@ -7,7 +7,8 @@ size a bare loop over as many sequences measures the speed of the machine at tha
 
 A third state is a replica with a GPU: all sequences decode a step ahead, with the tokenizer of the demo model, the plan
 of each step for CUDA graphs, the reading of its tokens and the report of the load. Its time is given as a multiple of
-the bare loop's, as the clock of a shared machine is not steady.
+the bare loop's, as the clock of a shared machine is not steady. Two sizes are also those of a model with recurrent
+layers.
 
 `--vllm-python PATH` compares that state, without the plan of the step, with vLLM's scheduler and output processor on
 the same trace, by turns. PATH is the interpreter of vLLM's own virtual environment.
@@ -112,7 +113,8 @@ class PlanningRunner:
     def __init__(self, config: EngineConfig, token_ids: list[int]) -> None:
         loaded: Any = SimpleNamespace(eos_token_ids=frozenset(), vocab_size=config.vocab_size, is_batch_invariant=False)
         cache: Any = SimpleNamespace(block_size=config.block_size, groups=[SimpleNamespace(layers_per_column=1)])
-        shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+        has_states = config.num_state_slots > 0
+        shapes = step_shapes(config.max_num_seqs, config.max_num_batched_tokens, has_states=has_states)
         padding = StepPadding(shapes, _MAX_MODEL_LEN // config.block_size)
         self._planner = StepPlanner(loaded, cache, padding, None)
         self._text = torch.tensor(token_ids)
@@ -169,6 +171,8 @@ class ServedCost:
 
     num_running: int
     temperature: float
+    has_states: bool
+    """True for a model with recurrent layers."""
     step_ms: float
     bare_loop_ms: float
     multiple: float = field(default=0.0)
@@ -191,16 +195,17 @@ class TextOfDemo:
         return lambda request: make_decoder(self.tokenizer, request.prompt_token_ids, request.params)
 
 
-def measure_served(text: TextOfDemo, num_running: int, temperature: float, num_steps: int) -> ServedCost:
+def measure_served(trace: Trace, num_steps: int) -> ServedCost:
     """Measure steps of a replica with a GPU in turns with bare loops; the smallest of three tenth percentiles counts.
 
     Other work on the machine slows steps down, which touch much memory, and bare loops less.
     """
     turns = []
     for _ in range(3):
-        step_ms = percentile(_served_ms(text, num_running, temperature, num_steps), 10)
-        bare_ms = percentile(_bare_loops_ms(num_running, num_steps), 10)
-        turns.append(ServedCost(num_running, temperature, step_ms, bare_ms, step_ms / bare_ms))
+        step_ms = percentile(_trace_ms(trace, PlanningRunner(trace.config, trace.text.token_ids), num_steps), 10)
+        bare_ms = percentile(_bare_loops_ms(trace.num_running, num_steps), 10)
+        facts = trace.num_running, trace.temperature, trace.has_states
+        turns.append(ServedCost(*facts, step_ms, bare_ms, step_ms / bare_ms))
     return min(turns, key=lambda cost: cost.multiple)
 
 
@@ -211,6 +216,8 @@ class Trace:
     text: TextOfDemo
     num_running: int
     temperature: float
+    has_states: bool = False
+    """True if the model has recurrent layers."""
 
     @property
     def config(self) -> EngineConfig:
@@ -223,6 +230,7 @@ class Trace:
             async_scheduling=True,
             vocab_size=len(self.text.tokenizer),
             eos_token_ids=frozenset({len(self.text.tokenizer)}),
+            num_state_slots=8 * self.num_running * self.has_states,
         )
 
     def requests(self) -> list[GenerateRequest]:
@@ -252,11 +260,6 @@ class Trace:
             "max_tokens": _MAX_MODEL_LEN - 64,
             "num_steps": num_steps,
         }
-
-
-def _served_ms(text: TextOfDemo, num_running: int, temperature: float, num_steps: int) -> list[float]:
-    trace = Trace(text, num_running, temperature)
-    return _trace_ms(trace, PlanningRunner(trace.config, text.token_ids), num_steps)
 
 
 def _trace_ms(trace: Trace, runner: PlanningRunner | TextRunner, num_steps: int) -> list[float]:
@@ -408,11 +411,9 @@ def main() -> None:
         compare(arguments.vllm_python, arguments.steps, arguments.turns)
         return
     text = TextOfDemo()
-    served = [
-        measure_served(text, num_running, temperature, arguments.steps)
-        for num_running in _SERVED_SIZES
-        for temperature in (0.0, 0.8)
-    ]
+    traces = [Trace(text, num_running, temperature) for num_running in _SERVED_SIZES for temperature in (0.0, 0.8)]
+    traces += [Trace(text, num_running, 0.8, has_states=True) for num_running in (64, 256)]
+    served = [measure_served(trace, arguments.steps) for trace in traces]
     Console(width=100).print(_served_table(served))
     if arguments.only_served:
         print(write("scheduler_step_served", {"served": [asdict(cost) for cost in served]}))
@@ -434,12 +435,13 @@ def main() -> None:
 
 def _served_table(costs: list[ServedCost]) -> Table:
     table = Table(
-        "running", "temperature", "step, ms", "bare loop, ms", "multiple", title="step of a replica with a GPU"
-    )
+        "running", "temperature", "recurrent", "step, ms", "bare loop, ms", "multiple",
+        title="step of a replica with a GPU",
+    )  # fmt: skip
     for cost in costs:
         table.add_row(
-            str(cost.num_running), f"{cost.temperature:.1f}", f"{cost.step_ms:.3f}", f"{cost.bare_loop_ms:.3f}",
-            f"{cost.multiple:.2f}",
+            str(cost.num_running), f"{cost.temperature:.1f}", "yes" if cost.has_states else "no",
+            f"{cost.step_ms:.3f}", f"{cost.bare_loop_ms:.3f}", f"{cost.multiple:.2f}",
         )  # fmt: skip
     return table
 
