@@ -12,7 +12,7 @@ from torch import Tensor
 Span = range
 """Range of words in a step's buffer."""
 _FIRST_WORDS = 64
-"""Numbers for which a new buffer has room, enough for most steps of decodes."""
+"""Numbers for which a new buffer has room, enough for most steps that send new blocks alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,8 +147,8 @@ class BlockTableRows:
 class StepPadding:
     """Planner of padded passes. It knows the rows of the block tables that stay on the device.
 
-    While the same sequences decode and each takes the token of the step before, nothing but new blocks is sent: the
-    positions advance on the device.
+    While the same sequences decode and each takes the token of the step before, nothing is sent but new blocks and
+    slots of recurrent state: the positions advance on the device.
     """
 
     def __init__(self, shapes: Items[StepShape], max_blocks: int, factors: Items[int] = (1,)) -> None:
@@ -159,9 +159,6 @@ class StepPadding:
         self._decode_shapes = {shape.num_tokens: shape for shape in shapes if shape.num_chunks == 0}
         self._mixed_shapes = {shape.num_tokens: shape for shape in shapes if shape.num_chunks > 0}
         self._max_rows = max(self._decode_shapes)
-        self._last: np.ndarray | None = None
-        self._fits = False
-        """True if there is a row for each of the columns of the engine's table in `_last`."""
         self._rows = BlockTableRows(self._max_rows, max_blocks, factors)
         self._sent: _SentDecodes | None = None
 
@@ -172,9 +169,7 @@ class StepPadding:
 
     def shape_of(self, columns: BatchColumns) -> StepShape | None:
         """Return the smallest shape that holds the items, of which none scores its prompt; None if none does."""
-        if columns.rows is not self._last:
-            self._last, self._fits = columns.rows, int(columns.rows.max()) < self._max_rows
-        if not self._fits:
+        if int(columns.rows.max()) >= self._max_rows:
             return None
         num_tokens = columns.num_all_tokens
         are_decodes = num_tokens == len(columns.sequences) == np.count_nonzero(columns.samples)
