@@ -262,15 +262,17 @@ class Engine:
         columns, now = step.computed.columns, step.collected_s
         is_continued = self._scheduler.continued(columns, step.results)
         deltas: list[TokenDelta | None] = [None] * len(columns.sequences)
-        faults = self._continue(step, is_continued.nonzero()[0], deltas)
+        faults, stopped = self._continue(step, is_continued.nonzero()[0], deltas)
         changes_block = is_continued & self._scheduler.changes_block(columns)
-        for index in sorted({*(changes_block | ~is_continued).nonzero()[0].tolist(), *faults}):
+        for index in sorted({*(changes_block | ~is_continued).nonzero()[0].tolist(), *faults, *stopped}):
             sequence = columns.sequences[index]
             if changes_block[index]:
                 self._scheduler.block_changed(sequence)
             if index in faults:
                 sequence.undo_append()
                 delta: TokenDelta | None = self._output_processors[sequence.request_id].fail(faults[index])
+            elif index in stopped:
+                delta = stopped[index]
             elif is_continued[index]:
                 continue
             else:
@@ -280,8 +282,11 @@ class Engine:
 
     def _continue(
         self, step: CollectedStep, indices: np.ndarray, deltas: list[TokenDelta | None]
-    ) -> dict[int, SequenceFailed]:
-        """Apply tokens that end no sequence, and make their deltas; return the errors of those that have no text."""
+    ) -> tuple[dict[int, SequenceFailed], dict[int, TokenDelta]]:
+        """Apply tokens that end a sequence by their text alone, and make their deltas.
+
+        Return the errors of those that have no text, and the last deltas of those that complete a stop string.
+        """
         table, columns = self._scheduler.table, step.computed.columns
         rows, token_ids = columns.rows[indices], step.results.token_ids[indices]
         table.append(rows, token_ids)
@@ -295,12 +300,17 @@ class Engine:
             table.numbers[WORK, rows].tolist(),
             table.times[DEVICE_S, rows].tolist(),
         )
-        pushes = [self._output_processors[sequence.request_id].push for sequence in sequences]
-        made, faults = progress.deltas(pushes)
+        processors = [self._output_processors[sequence.request_id] for sequence in sequences]
+        made, faults = progress.deltas([processor.push for processor in processors])
         for index, delta in zip(places, made, strict=True):
             deltas[index] = delta
         self._stats.undecodable(len(faults))
-        return {places[place]: fault for place, fault in faults.items()}
+        stopped = {}
+        for place in table.has_stop_strings[rows].nonzero()[0].tolist():
+            if (stop_string := processors[place].stop_string) is not None:
+                reason = {"finish_reason": FinishReason.STOP, "stop_reason": stop_string}
+                stopped[places[place]] = made[place]._replace(**reason)
+        return {places[place]: fault for place, fault in faults.items()}, stopped
 
     def _advance(self, item: ScheduledSequence, result: ItemResult, now: float) -> TokenDelta | None:
         """Apply a step's result to one sequence; return its delta, or None if there is nothing to show yet."""

@@ -41,6 +41,7 @@ class Detokenizer:
     def __init__(self, decoder: IncrementalDecoder, stop: tuple[str, ...]) -> None:
         self._decoder = decoder
         self._stop = stop
+        self._first = frozenset(string[0] for string in stop)
         self._held = ""
         self.stop_string: str | None = None
         """Stop string that was found, or None; no text follows it."""
@@ -56,6 +57,8 @@ class Detokenizer:
         self._held += text
         if not may_stop:
             # Text from before `min_tokens` is not part of any later match.
+            return self._release(len(self._held))
+        if self._first.isdisjoint(self._held):
             return self._release(len(self._held))
         first_match = min(
             ((at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0),
@@ -102,13 +105,21 @@ class OutputProcessor:
         try:
             decoder = decoders(request)
             self._detokenizer = Detokenizer(decoder, request.params.stop)
-            self.push: Callable[[int], str] = decoder.push
-            """Return the text that a token completes, of a sequence without stop strings; see `Progress.deltas`."""
+            self.push: Callable[[int], str] = self._push_and_search if request.params.stop else decoder.push
+            """Return the text that a token after `min_tokens` completes; see `Progress.deltas`."""
             for index, token_id in enumerate(request.output_token_ids):
                 # The reader has this text already. Text that was held back is held back again.
                 self._detokenizer.push(token_id, may_stop=index >= request.params.min_tokens)
         except Exception as error:  # A tokenizer may raise anything; only this request fails.
             raise _undecodable(error) from error
+
+    @property
+    def stop_string(self) -> str | None:
+        """Stop string that was found; None: there is none."""
+        return self._detokenizer.stop_string
+
+    def _push_and_search(self, token_id: int) -> str:
+        return self._detokenizer.push(token_id, may_stop=True)
 
     def advance(self, item: ScheduledSequence, result: ItemResult) -> TokenDelta | None:
         """Add a step's result for the sequence; return its delta, or None if there is nothing to show yet."""
@@ -216,7 +227,7 @@ class OutputProcessor:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Tokens of a step that end no sequence and have text alone: the same place of each list belongs to one sequence.
+    """Tokens of a step that have text alone, which may end a sequence: each place of a list belongs to one sequence.
 
     The tokens have been appended; the numbers are those after them.
     """
@@ -254,6 +265,9 @@ class Progress:
 
 class PooledProcessor:
     """Output processor of a sequence whose prompt's hidden states are pooled: it ends when the prompt is computed."""
+
+    stop_string: str | None = None
+    """It has no text."""
 
     def __init__(self, sequence: Sequence, pooler: Pooler) -> None:
         self.sequence = sequence

@@ -144,9 +144,9 @@ class Scheduler:
         self.table.launched(batch.columns)
 
     def continued(self, columns: BatchColumns, results: StepResults) -> np.ndarray:
-        """Return for each item [num_items] bool whether its sequence gets a token and goes on.
+        """Return for each item [num_items] bool whether its sequence gets a token and goes on, if its text lets it.
 
-        It has no constraint, log probabilities or stop strings, and the token is no stop token of any sequence.
+        It has no constraint or log probabilities, and the token is no stop token of any sequence.
         """
         table, rows, token_ids = self.table, columns.rows, results.token_ids
         numbers = table.numbers.take(rows, axis=1)

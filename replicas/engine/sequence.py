@@ -178,7 +178,7 @@ class Sequence:
             or params.pool is not None
         )
         """True if the output needs more than sampling by temperature, top-p, top-k and min-p."""
-        self.has_text_alone = constraint is None and params.logprobs is None and not params.stop
+        self.has_text_alone = constraint is None and params.logprobs is None and not (params.stop and params.min_tokens)
         """True if an output token changes nothing but the numbers and the text, unless it ends the sequence."""
         self.block_table: list[int] = []
         self.more_tables: list[list[int]] = []
