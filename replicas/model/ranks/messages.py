@@ -60,19 +60,19 @@ class MessageForm:
 
     def to_bytes(self, message: RankMessage) -> bytes:
         """Return the message as bytes."""
-        step = message.step
+        number, step, samples, masks = message
         if step is None:
-            structure, words, num_new_blocks = _Structure(None, (), None, message.masks, is_step=False), b"", 0
+            structure, words, num_new_blocks = _Structure(None, (), None, masks, is_step=False), b"", 0
         else:
-            structure = _Structure(step.padded, step.flat, step.sampling, message.masks)
+            structure = _Structure(step.padded, step.flat, step.sampling, masks)
             words, num_new_blocks = step.words.tobytes(), step.num_new_blocks
-        if not structure.recurs:
-            pickled, self._last = _pickled(structure), None
-        elif structure == self._last:
+        if masks is None and structure == self._last:
             pickled = b""
-        else:
+        elif structure.recurs:
             pickled, self._last = self._bytes_of(structure), structure
-        return _HEAD.pack(message.number, message.samples, num_new_blocks, len(pickled)) + pickled + words
+        else:
+            pickled, self._last = _pickled(structure), None
+        return _HEAD.pack(number, samples, num_new_blocks, len(pickled)) + pickled + words
 
     def of_bytes(self, data: bytearray) -> RankMessage:
         """Return the message that `to_bytes` has made `data` of, after all messages before it. It keeps `data`."""
