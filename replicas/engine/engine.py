@@ -12,12 +12,12 @@ from replicas.engine.batch import CollectedStep, ItemResult, ModelRunner, Pooler
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig
 from replicas.engine.constraint import Constraint
-from replicas.engine.output_processor import DecoderFactory, OutputProcessor, PooledProcessor, Progress
+from replicas.engine.output_processor import DecoderFactory, OutputProcessor, PooledProcessor, Progress, fault_of
 from replicas.engine.pipeline import Pipeline
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import DEVICE_S, KNOWN, PROMPT, WORK, Sequence, SequenceStatus
 from replicas.engine.stats import START_TIME, EngineStats, gauge
-from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
+from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, Overloaded, ServingError
 from replicas.protocol import (
     Band,
     EngineMetrics,
@@ -262,17 +262,17 @@ class Engine:
         columns, now = step.computed.columns, step.collected_s
         is_continued = self._scheduler.continued(columns, step.results)
         deltas: list[TokenDelta | None] = [None] * len(columns.sequences)
-        faults, stopped = self._continue(step, is_continued.nonzero()[0], deltas)
+        faults, ends = self._continue(step, is_continued.nonzero()[0], deltas)
         changes_block = is_continued & self._scheduler.changes_block(columns)
-        for index in sorted({*(changes_block | ~is_continued).nonzero()[0].tolist(), *faults, *stopped}):
+        for index in sorted({*(changes_block | ~is_continued).nonzero()[0].tolist(), *faults, *ends}):
             sequence = columns.sequences[index]
             if changes_block[index]:
                 self._scheduler.block_changed(sequence)
             if index in faults:
                 sequence.undo_append()
                 delta: TokenDelta | None = self._output_processors[sequence.request_id].fail(faults[index])
-            elif index in stopped:
-                delta = stopped[index]
+            elif index in ends:
+                delta = ends[index]
             elif is_continued[index]:
                 continue
             else:
@@ -282,10 +282,10 @@ class Engine:
 
     def _continue(
         self, step: CollectedStep, indices: np.ndarray, deltas: list[TokenDelta | None]
-    ) -> tuple[dict[int, SequenceFailed], dict[int, TokenDelta]]:
-        """Apply tokens that end a sequence by their text alone, and make their deltas.
+    ) -> tuple[dict[int, ServingError], dict[int, TokenDelta]]:
+        """Apply tokens that end no sequence by themselves, and make their deltas.
 
-        Return the errors of those that have no text, and the last deltas of those that complete a stop string.
+        Return the errors of sequences that cannot go on, and the last deltas of those that end by text or constraint.
         """
         table, columns = self._scheduler.table, step.computed.columns
         rows, token_ids = columns.rows[indices], step.results.token_ids[indices]
@@ -304,13 +304,19 @@ class Engine:
         made, faults = progress.deltas([processor.push for processor in processors])
         for index, delta in zip(places, made, strict=True):
             deltas[index] = delta
-        self._stats.undecodable(len(faults))
-        stopped = {}
-        for place in table.has_stop_strings[rows].nonzero()[0].tolist():
-            if (stop_string := processors[place].stop_string) is not None:
-                reason = {"finish_reason": FinishReason.STOP, "stop_reason": stop_string}
-                stopped[places[place]] = made[place]._replace(**reason)
-        return {places[place]: fault for place, fault in faults.items()}, stopped
+        ends, num_forced = {}, 0
+        for place in (place for place in table.has_followers[rows].nonzero()[0].tolist() if place not in faults):
+            try:
+                delta = processors[place].follow(made[place])
+            except Exception as error:
+                faults[place] = fault_of(error)
+                continue
+            deltas[places[place]] = delta
+            num_forced += len(delta.token_ids) - 1
+            if delta.finish_reason is not None:
+                ends[places[place]] = delta
+        self._stats.followed(len(faults), num_forced)
+        return {places[place]: fault for place, fault in faults.items()}, ends
 
     def _advance(self, item: ScheduledSequence, result: ItemResult, now: float) -> TokenDelta | None:
         """Apply a step's result to one sequence; return its delta, or None if there is nothing to show yet."""

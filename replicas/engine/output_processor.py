@@ -105,21 +105,30 @@ class OutputProcessor:
         try:
             decoder = decoders(request)
             self._detokenizer = Detokenizer(decoder, request.params.stop)
-            self.push: Callable[[int], str] = self._push_and_search if request.params.stop else decoder.push
-            """Return the text that a token after `min_tokens` completes; see `Progress.deltas`."""
+            self.push: Callable[[int], str] = self._push if sequence.has_followers else decoder.push
+            """Return the text that a token completes; see `Progress.deltas`."""
+            self._end: Stop | None = None
+            """End of the sequence that the pushed token has brought."""
             for index, token_id in enumerate(request.output_token_ids):
                 # The reader has this text already. Text that was held back is held back again.
                 self._detokenizer.push(token_id, may_stop=index >= request.params.min_tokens)
         except Exception as error:  # A tokenizer may raise anything; only this request fails.
             raise _undecodable(error) from error
 
-    @property
-    def stop_string(self) -> str | None:
-        """Stop string that was found; None: there is none."""
-        return self._detokenizer.stop_string
+    def _push(self, token_id: int) -> str:
+        text = self._detokenizer.push(token_id, may_stop=True)
+        self._end = self._end_at(token_id)
+        return text
 
-    def _push_and_search(self, token_id: int) -> str:
-        return self._detokenizer.push(token_id, may_stop=True)
+    def follow(self, delta: TokenDelta) -> TokenDelta:
+        """Return the delta of a token that was pushed, with the tokens that the constraint forces after it.
+
+        It is the last one if a stop string or the constraint ends the sequence.
+        """
+        text, stop = self._followed(delta.text, self._end)
+        if stop is None and not self.sequence.num_forced_tokens:
+            return delta
+        return self._delta(self._new_token_ids, text + self._detokenizer.finish() if self._end else text, stop)
 
     def advance(self, item: ScheduledSequence, result: ItemResult) -> TokenDelta | None:
         """Add a step's result for the sequence; return its delta, or None if there is nothing to show yet."""
@@ -133,20 +142,12 @@ class OutputProcessor:
         assert result.token_id is not None
         sequence.append(result.token_id)
         try:
-            text, stop = self._read(result.token_id)
-            while stop is None and (token_id := self._forced_token_id()) is not None:
-                sequence.append_forced(token_id)
-                more, stop = self._read(token_id)
-                text += more
-        except ServingError as error:
+            text, stop = self._followed(*self._read(result.token_id))
+        except Exception as error:
             sequence.undo_append()
-            return self.fail(error)
-        except Exception as error:  # A tokenizer may raise anything; only this sequence fails.
-            sequence.undo_append()
-            return self.fail(_undecodable(error))
+            return self.fail(fault_of(error))
         logprobs = () if result.logprobs is None else (result.logprobs,)
-        new_token_ids = tuple(sequence.token_ids[-1 - sequence.num_forced_tokens :])
-        return self._delta(new_token_ids, text, stop, logprobs, prompt_logprobs)
+        return self._delta(self._new_token_ids, text, stop, logprobs, prompt_logprobs)
 
     def fail(self, error: ServingError) -> TokenDelta:
         """Return the last delta of a sequence that cannot go on."""
@@ -162,13 +163,27 @@ class OutputProcessor:
         stop, text = self._stop_at(token_id), ""
         if stop is None:
             text = detokenizer.push(token_id, sequence.num_output_tokens > sequence.request.params.min_tokens)
-            if detokenizer.stop_string is not None:
-                stop = Stop(FinishReason.STOP, detokenizer.stop_string)
-            elif self._completes_constraint(token_id):
-                stop = Stop(FinishReason.STOP)
-            elif not sequence.can_sample:
-                stop = Stop(FinishReason.LENGTH)
+            stop = self._end_at(token_id) or (None if sequence.can_sample else Stop(FinishReason.LENGTH))
         return (text + detokenizer.finish() if stop else text), stop
+
+    def _end_at(self, token_id: int) -> Stop | None:
+        """Return the end of the sequence if the newest token completes a stop string or the constraint."""
+        if self._detokenizer.stop_string is not None:
+            return Stop(FinishReason.STOP, self._detokenizer.stop_string)
+        return Stop(FinishReason.STOP) if self._completes_constraint(token_id) else None
+
+    def _followed(self, text: str, stop: Stop | None) -> tuple[str, Stop | None]:
+        """Append the tokens that the constraint forces after the newest one; return the text and the end with them."""
+        while stop is None and (token_id := self._forced_token_id()) is not None:
+            self.sequence.append_forced(token_id)
+            more, stop = self._read(token_id)
+            text += more
+        return text, stop
+
+    @property
+    def _new_token_ids(self) -> tuple[int, ...]:
+        """Newest token that was not forced, and those after it."""
+        return tuple(self.sequence.token_ids[-1 - self.sequence.num_forced_tokens :])
 
     def _completes_constraint(self, token_id: int) -> bool:
         """Give the token to the sequence's constraint, if it has one; return True if no other token may follow."""
@@ -227,7 +242,7 @@ class OutputProcessor:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Tokens of a step that have text alone, which may end a sequence: each place of a list belongs to one sequence.
+    """Tokens of a step that end no sequence, unless `follow` says so: each place of a list belongs to one sequence.
 
     The tokens have been appended; the numbers are those after them.
     """
@@ -238,18 +253,19 @@ class Progress:
     work_tokens: list[int]
     device_s: list[float]
 
-    def deltas(self, pushes: list[Callable[[int], str]]) -> tuple[list[TokenDelta], dict[int, SequenceFailed]]:
-        """Return the tokens' deltas, and the errors of those that cannot be decoded, by their places.
+    def deltas(self, pushes: list[Callable[[int], str]]) -> tuple[list[TokenDelta], dict[int, ServingError]]:
+        """Return the tokens' deltas, and the errors of those that cannot be decoded or accepted, by their places.
 
         `pushes` give the texts, one for each sequence. A delta in the place of an error has no meaning.
         """
-        texts, faults = [], {}
+        texts: list[str] = []
+        faults: dict[int, ServingError] = {}
         for place, (push, token_id) in enumerate(zip(pushes, self.token_ids, strict=True)):
             try:
                 texts.append(push(token_id))
-            except Exception as error:  # A tokenizer may raise anything; only this sequence fails.
+            except Exception as error:
                 texts.append("")
-                faults[place] = _undecodable(error)
+                faults[place] = fault_of(error)
         sequences, num_output_tokens = self.sequences, self.num_output_tokens
         usages = usages_of(
             [sequence.num_prompt_tokens for sequence in sequences],
@@ -266,9 +282,6 @@ class Progress:
 class PooledProcessor:
     """Output processor of a sequence whose prompt's hidden states are pooled: it ends when the prompt is computed."""
 
-    stop_string: str | None = None
-    """It has no text."""
-
     def __init__(self, sequence: Sequence, pooler: Pooler) -> None:
         self.sequence = sequence
         self._pooler = pooler
@@ -276,6 +289,10 @@ class PooledProcessor:
     def push(self, token_id: int) -> str:
         """Fail: a pooled sequence has no output token."""
         raise AssertionError(f"a pooled sequence has the output token {token_id}")
+
+    def follow(self, delta: TokenDelta) -> TokenDelta:
+        """Return `delta`: nothing follows."""
+        return delta
 
     def advance(self, item: ScheduledSequence, result: ItemResult) -> TokenDelta | None:
         """Add a step's result for the sequence; return its delta with the last one, else None."""
@@ -320,6 +337,11 @@ def _delta_of(
         finish_reason=stop.reason if stop else None,
         stop_reason=stop.cause if stop else None,
     )
+
+
+def fault_of(error: Exception) -> ServingError:
+    """Return the error of a sequence whose output cannot go on: a tokenizer may raise anything."""
+    return error if isinstance(error, ServingError) else _undecodable(error)
 
 
 def _undecodable(error: Exception) -> SequenceFailed:

@@ -144,9 +144,10 @@ class Scheduler:
         self.table.launched(batch.columns)
 
     def continued(self, columns: BatchColumns, results: StepResults) -> np.ndarray:
-        """Return for each item [num_items] bool whether its sequence gets a token and goes on, if its text lets it.
+        """Return for each item [num_items] bool whether its sequence gets a token and goes on.
 
-        It has no constraint or log probabilities, and the token is no stop token of any sequence.
+        It has no log probabilities, and the token is no stop token of any sequence. Its text or its constraint may
+        still end it.
         """
         table, rows, token_ids = self.table, columns.rows, results.token_ids
         numbers = table.numbers.take(rows, axis=1)

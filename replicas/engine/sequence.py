@@ -178,8 +178,6 @@ class Sequence:
             or params.pool is not None
         )
         """True if the output needs more than sampling by temperature, top-p, top-k and min-p."""
-        self.has_text_alone = constraint is None and params.logprobs is None and not (params.stop and params.min_tokens)
-        """True if an output token changes nothing but the numbers and the text, unless it ends the sequence."""
         self.block_table: list[int] = []
         self.more_tables: list[list[int]] = []
         """Block tables after the first one, if the model's layers are in several groups."""
@@ -230,6 +228,17 @@ class Sequence:
         """Known tokens: the prompt and the output."""
         self._list_pending()
         return self._token_ids
+
+    @property
+    def has_followers(self) -> bool:
+        """True if an output token that is no stop token may end the sequence, or bring others."""
+        return self.constraint is not None or bool(self.request.params.stop)
+
+    @property
+    def has_text_alone(self) -> bool:
+        """True if an output token changes nothing but numbers, text and constraint, unless it ends the sequence."""
+        params = self.request.params
+        return params.logprobs is None and not (self.has_followers and params.min_tokens)
 
     @property
     def num_known_tokens(self) -> int:

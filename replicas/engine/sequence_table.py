@@ -136,8 +136,8 @@ class SequenceTable:
         """Number of the admission of each column's sequence; 0: the column is free."""
         self.has_text_alone = np.zeros(num_slots, bool)
         """See `Sequence.has_text_alone`."""
-        self.has_stop_strings = np.zeros(num_slots, bool)
-        """True for requests with stop strings."""
+        self.has_followers = np.zeros(num_slots, bool)
+        """See `Sequence.has_followers`."""
         self.is_special = np.zeros(num_slots, bool)
         """See `Sequence.is_special`."""
         self.stop_tokens: Counter[int] = Counter()
@@ -156,7 +156,7 @@ class SequenceTable:
         self.admissions[row] = self._num_admissions
         sequence.enter_table(row, self._num_admissions, self.numbers[:, row], self.times[:, row], self.pending[row])
         self.has_text_alone[row], self.is_special[row] = sequence.has_text_alone, sequence.is_special
-        self.has_stop_strings[row] = bool(sequence.request.params.stop)
+        self.has_followers[row] = sequence.has_followers
         self.stop_tokens.update(sequence.request.params.stop_token_ids)
         self.accounts.set(row, (sequence.request.tenant, sequence.request.band))
         self.ingresses.set(row, sequence.request.ingress_id)
@@ -168,7 +168,7 @@ class SequenceTable:
         assert row is not None
         sequence.leave_table()
         self.numbers[:, row] = self.times[:, row] = self.admissions[row] = 0
-        self.has_text_alone[row] = self.has_stop_strings[row] = self.is_special[row] = False
+        self.has_text_alone[row] = self.has_followers[row] = self.is_special[row] = False
         for token_id in sequence.request.params.stop_token_ids:
             self.stop_tokens[token_id] -= 1
             if not self.stop_tokens[token_id]:

@@ -266,9 +266,10 @@ class EngineStats:
         self._itl.observe_all(now - times[LAST_TOKEN_S, rows])
         times[LAST_TOKEN_S, rows] = now
 
-    def undecodable(self, num_tokens: int) -> None:
-        """Stop counting tokens that cannot be decoded."""
-        self._tokens["generation"] -= num_tokens
+    def followed(self, num_undecodable: int, num_forced: int) -> None:
+        """Count the tokens that constraints force after the counted ones, of which some cannot be decoded."""
+        self._tokens["generation"] += num_forced - num_undecodable
+        self._tokens["forced"] += num_forced
 
     def produced(self, sequence: Sequence, now: float, num_tokens: int) -> None:
         """Count the output tokens that a step gives a sequence: one is sampled, its constraint forces the others.
