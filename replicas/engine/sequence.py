@@ -172,8 +172,8 @@ class Sequence:
         """True if the earlier tokens in their order forbid some next ones."""
         self.is_special = (
             constraint is not None
-            or self.has_penalties
-            or any(map(bool, (params.bad_words, params.logit_bias, params.min_tokens, params.allowed_token_ids)))
+            or self.changes_logits
+            or bool(params.allowed_token_ids)
             or params.logprobs is not None
             or params.pool is not None
         )
@@ -228,6 +228,12 @@ class Sequence:
         """Known tokens: the prompt and the output."""
         self._list_pending()
         return self._token_ids
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if logits change by more than a mask before a token is chosen."""
+        params = self.request.params
+        return self.has_penalties or any(map(bool, (params.bad_words, params.logit_bias, params.min_tokens)))
 
     @property
     def has_followers(self) -> bool:

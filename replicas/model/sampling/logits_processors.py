@@ -116,9 +116,12 @@ class LogitsProcessors:
 
     def plan(self, columns: BatchColumns, last_rows: LastRows, to_device: HostToDeviceBuffer) -> LogitsChanges:
         """Plan the changes of one row per item, and add their numbers to `to_device`."""
+        rows = [row for row in columns.special if columns.sequences[row].changes_logits]
+        if not rows:
+            return NO_CHANGES
         penalties = None if self._slots is None else self._slots.plan(columns, last_rows, to_device)
         repetition, added, forbidden = _Entries(), _Entries(), _Entries()
-        for row in columns.special:
+        for row in rows:
             item = columns.item(row)
             self._penalize_repetition(repetition, row, item.sequence)
             self._add_offsets(added, row, item.sequence)

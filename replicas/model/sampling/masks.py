@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from replicas.engine.batch import BatchColumns, ScheduledSequence
+from replicas.engine.batch import BatchColumns
 from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.model.batch.transfers import begin_copy
 
@@ -81,17 +81,18 @@ class MaskThreads:
         rows = [row for row in columns.special if _has_mask(columns.sequences[row])] if columns.special else []
         if not rows:
             return None
-        masks = PendingMasks(self, [columns.item(row) for row in rows], rows)
-        if all(columns.sequences[row].num_placeholder_tokens == 0 for row in rows):
+        sequences = [columns.sequences[row] for row in rows]
+        masks = PendingMasks(self, sequences, rows)
+        if all(sequence.num_placeholder_tokens == 0 for sequence in sequences):
             masks.start()
         return masks
 
-    def fill(self, items: Items[ScheduledSequence]) -> tuple[np.ndarray, list[Future[None]]]:
-        """Begin to fill masks [num_items, mask_bytes] uint8; return them and the work of the threads."""
-        masks = np.full((len(items), self._mask_bytes), 0xFF, np.uint8)
-        share = -(-len(items) // self._num_threads)
-        parts = [range(first, min(first + share, len(items))) for first in range(0, len(items), share)]
-        work = [self._executor.submit(_fill, masks, items, part) for part in parts]
+    def fill(self, sequences: Items[Sequence]) -> tuple[np.ndarray, list[Future[None]]]:
+        """Begin to fill masks [num_sequences, mask_bytes] uint8; return them and the work of the threads."""
+        masks = np.full((len(sequences), self._mask_bytes), 0xFF, np.uint8)
+        share = -(-len(sequences) // self._num_threads)
+        parts = [range(first, min(first + share, len(sequences))) for first in range(0, len(sequences), share)]
+        work = [self._executor.submit(_fill, masks, sequences, part) for part in parts]
         self._filling += work
         return masks, work
 
@@ -99,15 +100,15 @@ class MaskThreads:
 class PendingMasks:
     """Masks of a step's constrained rows, while they are filled."""
 
-    def __init__(self, threads: MaskThreads, items: Items[ScheduledSequence], rows: list[int]) -> None:
+    def __init__(self, threads: MaskThreads, sequences: Items[Sequence], rows: list[int]) -> None:
         self._threads = threads
-        self._items = items
+        self._sequences = sequences
         self._rows = rows
         self._filling: tuple[np.ndarray, list[Future[None]]] | None = None
 
     def start(self) -> None:
         """Begin to fill the masks. All tokens of the sequences are known."""
-        self._filling = self._threads.fill(self._items)
+        self._filling = self._threads.fill(self._sequences)
 
     def message(self) -> MaskMessage:
         """Wait until the masks are filled, and return them."""
@@ -120,9 +121,9 @@ class PendingMasks:
         return MaskMessage(np.array(self._rows), masks)
 
 
-def _fill(masks: np.ndarray, items: Items[ScheduledSequence], rows: range) -> None:
+def _fill(masks: np.ndarray, sequences: Items[Sequence], rows: range) -> None:
     for row in rows:
-        sequence = items[row].sequence
+        sequence = sequences[row]
         # A sequence that has ended since the step was scheduled needs no mask: its token is dropped.
         if sequence.status is SequenceStatus.FINISHED:
             continue

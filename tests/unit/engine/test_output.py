@@ -9,7 +9,8 @@ import pytest
 from replicas.engine.output_processor import Detokenizer
 from replicas.errors import SequenceFailed
 from replicas.protocol import FinishReason, GenerateRequest, TokenDelta, Usage, merge
-from testkit.engine.shadow_runner import World, config, continuation, request
+from testkit.engine import shadow_runner
+from testkit.engine.shadow_runner import LetterDecoder, World, config, continuation, request
 
 
 class Spelling:
@@ -171,6 +172,37 @@ def test_a_long_forced_text_takes_several_steps_and_delays_no_decode() -> None:
         assert len(world.outcomes["other"].token_ids) == before + 1
     assert len(world.outcomes["long"].token_ids) > 30
     world.run()
+
+
+class FailingDecoder(LetterDecoder):
+    """Decoder that fails at one of its tokens."""
+
+    def __init__(self, num_sound: int) -> None:
+        super().__init__()
+        self._num_sound = num_sound
+
+    def push(self, token_id: int) -> str:
+        self._num_sound -= 1
+        if self._num_sound < 0:
+            raise ValueError("no text")
+        return super().push(token_id)
+
+
+@pytest.mark.parametrize("num_sound", range(12))
+def test_a_sampled_or_forced_token_without_text_fails_its_sequence_alone(
+    num_sound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        shadow_runner, "decoders", lambda asked: FailingDecoder(num_sound) if asked.params.grammar else LetterDecoder()
+    )
+    world = World(config())
+    world.run(request("good", max_tokens=20), request("bad", (1, 2, 3, 4), max_tokens=20, grammar="2 99"))
+    good, bad = world.outcomes["good"], world.outcomes["bad"]
+    assert tuple(good.token_ids) == continuation((1, 2, 3), 20)
+    assert bad.last is not None and isinstance(bad.last.error, SequenceFailed)
+    assert max(0, num_sound - 3) <= len(bad.token_ids) <= num_sound
+    metrics = {metric.name: metric.value for metric in world.engine.metrics().metrics}
+    assert metrics["vllm:generation_tokens"] == len(good.token_ids) + len(bad.token_ids)
 
 
 def test_a_stop_string_in_a_forced_text_ends_it() -> None:
