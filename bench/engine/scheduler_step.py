@@ -7,8 +7,8 @@ size a bare loop over as many sequences measures the speed of the machine at tha
 
 A third state is a replica with a GPU: all sequences decode a step ahead, with the tokenizer of the demo model, the plan
 of each step for CUDA graphs, the reading of its tokens and the report of the load. Its time is given as a multiple of
-the bare loop's, as the clock of a shared machine is not steady. Two sizes are also those of a model with recurrent
-layers.
+the bare loop's, as the clock of a shared machine is not steady. Two sizes are also measured with a model that has
+recurrent layers, with stop strings, and with a grammar for each sequence.
 
 `--vllm-python PATH` compares that state, without the plan of the step, with vLLM's scheduler and output processor on
 the same trace, by turns. PATH is the interpreter of vLLM's own virtual environment.
@@ -25,6 +25,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -47,6 +49,7 @@ from replicas.model.loading.tokenizer import make_decoder
 from replicas.model.planner import PlannedStep, StepPlanner
 from replicas.model.sampling.sampler import PendingTokens
 from replicas.protocol import Band, FinishReason, GenerateRequest, SamplingParams, TokenDelta, Usage
+from replicas.text.grammar import GrammarCompiler, regex_grammar
 from replicas.text.tokenizer_files import load_tokenizer
 from testkit.engine.shadow_runner import IDENTITY, decoders
 
@@ -60,7 +63,17 @@ _ROOT = Path(__file__).resolve().parents[2]
 _MAX_MODEL_LEN = 4096
 _LONG_OUTPUT, _SHORT_OUTPUT = 100_000, 20
 """Mean output tokens: with long outputs no sequence ends, with short ones one in twenty ends in each step."""
+_ANY_TEXT = regex_grammar("(?s:.*)")
 _STOPS, _MOST_TOKENS = frozenset({0}), 10**6
+
+
+class Kind(Enum):
+    """Kind of the sequences of a replica."""
+
+    TEXT = "text"
+    RECURRENT = "recurrent layers"
+    STOP_STRINGS = "stop strings"
+    GRAMMAR = "grammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +113,9 @@ class PlannedOnly:
     to_host: DeviceToHostBuffer
 
     def sample(self) -> None:
-        """Do nothing: the tokens are known."""
+        """Wait for the masks, which allow the tokens."""
+        if self.planned.masks is not None:
+            self.planned.masks.message()
 
     def collect(self) -> StepResults:
         """Read the tokens as those of a device are read."""
@@ -171,18 +186,22 @@ class ServedCost:
 
     num_running: int
     temperature: float
-    has_states: bool
-    """True for a model with recurrent layers."""
+    kind: Kind
     step_ms: float
     bare_loop_ms: float
     multiple: float = field(default=0.0)
 
 
-@dataclass(slots=True)
+@dataclass
 class TextOfDemo:
     """Tokenizer of the demo model, and the token ids of a text."""
 
     tokenizer: Any = field(default_factory=lambda: load_tokenizer(str(_ROOT / "replicas" / "demo")))
+
+    @cached_property
+    def compiler(self) -> GrammarCompiler:
+        """Compiler of grammars."""
+        return GrammarCompiler(self.tokenizer, len(self.tokenizer))
 
     @property
     def token_ids(self) -> list[int]:
@@ -204,7 +223,7 @@ def measure_served(trace: Trace, num_steps: int) -> ServedCost:
     for _ in range(3):
         step_ms = percentile(_trace_ms(trace, PlanningRunner(trace.config, trace.text.token_ids), num_steps), 10)
         bare_ms = percentile(_bare_loops_ms(trace.num_running, num_steps), 10)
-        facts = trace.num_running, trace.temperature, trace.has_states
+        facts = trace.num_running, trace.temperature, trace.kind
         turns.append(ServedCost(*facts, step_ms, bare_ms, step_ms / bare_ms))
     return min(turns, key=lambda cost: cost.multiple)
 
@@ -216,8 +235,7 @@ class Trace:
     text: TextOfDemo
     num_running: int
     temperature: float
-    has_states: bool = False
-    """True if the model has recurrent layers."""
+    kind: Kind = Kind.TEXT
 
     @property
     def config(self) -> EngineConfig:
@@ -230,7 +248,7 @@ class Trace:
             async_scheduling=True,
             vocab_size=len(self.text.tokenizer),
             eos_token_ids=frozenset({len(self.text.tokenizer)}),
-            num_state_slots=8 * self.num_running * self.has_states,
+            num_state_slots=8 * self.num_running * (self.kind is Kind.RECURRENT),
         )
 
     def requests(self) -> list[GenerateRequest]:
@@ -240,7 +258,14 @@ class Trace:
         for number in range(self.num_running):
             first = rng.randrange(len(token_ids) - 64)
             prompt = tuple(token_ids[first : first + rng.randint(8, 64)])
-            params = SamplingParams(_MAX_MODEL_LEN - 64, self.temperature, top_p=0.95, seed=number)
+            params = SamplingParams(
+                _MAX_MODEL_LEN - 64,
+                self.temperature,
+                top_p=0.95,
+                seed=number,
+                stop=("\n\nObservation:",) if self.kind is Kind.STOP_STRINGS else (),
+                grammar=_ANY_TEXT if self.kind is Kind.GRAMMAR else None,
+            )
             requests.append(GenerateRequest(f"r{number}", prompt, params))
         return requests
 
@@ -265,7 +290,7 @@ class Trace:
 def _trace_ms(trace: Trace, runner: PlanningRunner | TextRunner, num_steps: int) -> list[float]:
     engine = Engine(trace.config, runner, trace.text.decoders(), IDENTITY)
     for request in trace.requests():
-        engine.add(request)
+        engine.add(request, trace.text.compiler.constraint_of(request) if trace.kind is Kind.GRAMMAR else None)
     steps_ms: list[float] = []
     while len(steps_ms) < num_steps:
         started_s, runner.spent_s = time.thread_time(), 0.0
@@ -412,7 +437,9 @@ def main() -> None:
         return
     text = TextOfDemo()
     traces = [Trace(text, num_running, temperature) for num_running in _SERVED_SIZES for temperature in (0.0, 0.8)]
-    traces += [Trace(text, num_running, 0.8, has_states=True) for num_running in (64, 256)]
+    traces += [
+        Trace(text, num_running, 0.8, kind) for kind in Kind if kind is not Kind.TEXT for num_running in (64, 256)
+    ]
     served = [measure_served(trace, arguments.steps) for trace in traces]
     Console(width=100).print(_served_table(served))
     if arguments.only_served:
@@ -435,12 +462,12 @@ def main() -> None:
 
 def _served_table(costs: list[ServedCost]) -> Table:
     table = Table(
-        "running", "temperature", "recurrent", "step, ms", "bare loop, ms", "multiple",
+        "running", "temperature", "kind", "step, ms", "bare loop, ms", "multiple",
         title="step of a replica with a GPU",
     )  # fmt: skip
     for cost in costs:
         table.add_row(
-            str(cost.num_running), f"{cost.temperature:.1f}", "yes" if cost.has_states else "no",
+            str(cost.num_running), f"{cost.temperature:.1f}", cost.kind.value,
             f"{cost.step_ms:.3f}", f"{cost.bare_loop_ms:.3f}", f"{cost.multiple:.2f}",
         )  # fmt: skip
     return table
