@@ -25,7 +25,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -67,7 +67,7 @@ _ANY_TEXT = regex_grammar("(?s:.*)")
 _STOPS, _MOST_TOKENS = frozenset({0}), 10**6
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     """Kind of the sequences of a replica."""
 
     TEXT = "text"
