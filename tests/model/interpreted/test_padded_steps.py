@@ -47,8 +47,10 @@ def padded(
     padding: StepPadding, buffers: StepBuffers, items: list[ScheduledSequence], shape: StepShape
 ) -> StaticInputs:
     to_device = HostToDeviceBuffer()
-    plan = padding.plan(BatchColumns.of(items), shape, NO_LAST_ROWS, to_device)
-    buffers.load(plan, DeviceBuffer.of(to_device.words, no_tokens(CPU)))
+    columns = BatchColumns.of(items)
+    plan = padding.plan(columns, shape, NO_LAST_ROWS, to_device)
+    num_new_blocks = padding.add_blocks(columns, to_device)
+    buffers.load(plan, DeviceBuffer.of(to_device.words, no_tokens(CPU)), num_new_blocks)
     return buffers.inputs(shape)
 
 

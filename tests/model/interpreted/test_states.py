@@ -212,7 +212,7 @@ def test_padding_changes_no_state_and_no_output() -> None:
         num_tokens = plain.input_ids.shape[1]
         to_device = HostToDeviceBuffer()
         plan = padding.plan(BatchColumns.of(items), shape, NO_LAST_ROWS, to_device)
-        buffers.load(plan, DeviceBuffer.of(to_device.words, no_tokens(CPU)))
+        buffers.load(plan, DeviceBuffer.of(to_device.words, no_tokens(CPU)), num_new_blocks=0)
         padded = buffers.inputs(shape).states
         assert padded is not None
         conv, rule = state_calls(DELTA, build_inputs([dummy_item(0, shape.num_tokens, 16)], 16, CPU), torch.float32, 0)
