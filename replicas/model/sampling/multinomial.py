@@ -145,43 +145,40 @@ class RandomColumns:
         if not len(indices):
             return None
         rows = rows[indices]
+        numbers = self._numbers[rows]
         return _Draws(
             indices,
             self._seeds[rows],
             self._num_prompt_tokens[rows],
-            self._numbers[rows],
-            bool(self._needs_total[rows].any()),
+            numbers,
+            needs_total=bool(self._needs_total[rows].any()),
+            has_top_k=bool((numbers[:, _TOP_K] < math.inf).any()),
+            has_top_p=bool((numbers[:, _TOP_P] < 1.0).any()),
         )
 
 
+@dataclass(frozen=True, slots=True)
 class _Draws:
     """Rows of the logits that draw randomly, for steps of the same sequences: only the uniform numbers change."""
 
-    def __init__(
-        self,
-        indices: np.ndarray,
-        seeds: np.ndarray,
-        num_prompt_tokens: np.ndarray,
-        numbers: np.ndarray,
-        needs_total: bool,
-    ) -> None:
-        self._indices = indices
-        self._seeds = seeds
-        self._num_prompt_tokens = num_prompt_tokens
-        self._numbers = numbers
-        self._needs_total = needs_total
-        self._has_top_k = bool((numbers[:, _TOP_K] < math.inf).any())
-        self._has_top_p = bool((numbers[:, _TOP_P] < 1.0).any())
+    indices: np.ndarray
+    seeds: np.ndarray
+    num_prompt_tokens: np.ndarray
+    numbers: np.ndarray
+    """[num_rows, 5]: see `RandomRows.columns`."""
+    needs_total: bool
+    has_top_k: bool
+    has_top_p: bool
 
     def plan(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> RandomRows:
         """Add the numbers of one step to `to_device`."""
-        self._numbers[:, _UNIFORM] = uniforms(self._seeds, columns.ends[self._indices] - self._num_prompt_tokens)
+        self.numbers[:, _UNIFORM] = uniforms(self.seeds, columns.ends[self.indices] - self.num_prompt_tokens)
         return RandomRows(
-            to_device.ints(self._indices),
-            to_device.floats(self._numbers.ravel()),
-            self._needs_total,
-            has_top_k=self._has_top_k,
-            has_top_p=self._has_top_p,
+            to_device.ints(self.indices),
+            to_device.floats(self.numbers.ravel()),
+            self.needs_total,
+            has_top_k=self.has_top_k,
+            has_top_p=self.has_top_p,
         )
 
 
