@@ -101,9 +101,8 @@ class RandomColumns:
         self._is_truncated = np.zeros(0, bool)
         self._needs_total = np.zeros(0, bool)
         """True if top-p is a share of the whole vocabulary's weight."""
-        self._last: np.ndarray | None = None
-        self._draws: tuple[_Draws | None, _Draws | None] = None, None
-        """Draws of the rows `_last`: those of truncated rows, and the others."""
+        self._draws: tuple[np.ndarray | None, _Draws | None, _Draws | None] = None, None, None
+        """Columns of the last step's items, and their draws: those of truncated rows, and the others."""
 
     def plan(self, columns: BatchColumns, to_device: HostToDeviceBuffer) -> tuple[RandomRows | None, RandomRows | None]:
         """Add the numbers of the items, all of which sample, to `to_device`; return the truncated rows and the others.
@@ -111,14 +110,14 @@ class RandomColumns:
         Truncated rows are those from which top-p, min-p or top-k can exclude tokens.
         """
         rows = columns.rows
-        if rows is not self._last:
+        if rows is not self._draws[0]:
             if len(newcomers := self._owners.newcomers(columns)):
                 self._enter(columns, newcomers.tolist())
             is_random, is_truncated = self._is_random[rows], self._is_truncated[rows]
             chosen = is_random & is_truncated, is_random & ~is_truncated
             truncated, full = (self._draws_of(are.nonzero()[0], rows) for are in chosen)
-            self._last, self._draws = rows, (truncated, full)
-        truncated, full = self._draws
+            self._draws = rows, truncated, full
+        _, truncated, full = self._draws
         return (
             None if truncated is None else truncated.plan(columns, to_device),
             None if full is None else full.plan(columns, to_device),
