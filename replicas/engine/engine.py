@@ -305,7 +305,9 @@ class Engine:
         for index, delta in zip(places, made, strict=True):
             deltas[index] = delta
         ends, num_forced = {}, 0
-        for place in (place for place in table.has_followers[rows].nonzero()[0].tolist() if place not in faults):
+        for place in (
+            place for place in table.has_stop_or_constraint[rows].nonzero()[0].tolist() if place not in faults
+        ):
             try:
                 delta = processors[place].follow(made[place])
             except Exception as error:

@@ -105,7 +105,7 @@ class OutputProcessor:
         try:
             decoder = decoders(request)
             self._detokenizer = Detokenizer(decoder, request.params.stop)
-            self.push: Callable[[int], str] = self._push if sequence.has_followers else decoder.push
+            self.push: Callable[[int], str] = self._push if sequence.has_stop_or_constraint else decoder.push
             """Return the text that a token completes; see `Progress.deltas`."""
             self._end: Stop | None = None
             """End of the sequence that the pushed token has brought."""

@@ -151,7 +151,7 @@ class Scheduler:
         """
         table, rows, token_ids = self.table, columns.rows, results.token_ids
         numbers = table.numbers.take(rows, axis=1)
-        is_continued: np.ndarray = table.has(columns) & table.has_text_alone[rows] & columns.samples
+        is_continued: np.ndarray = table.has(columns) & table.may_be_continued[rows] & columns.samples
         is_continued &= (columns.num_tokens == 1) & (numbers[DECODES] > 0) & (numbers[PENDING] < MAX_PENDING_TOKENS)
         is_continued &= numbers[KNOWN] + 1 - numbers[PROMPT] < numbers[MAX_OUTPUT]
         for token_id in {*self._config.eos_token_ids, *table.stop_tokens}:

@@ -236,15 +236,15 @@ class Sequence:
         return self.has_penalties or any(map(bool, (params.bad_words, params.logit_bias, params.min_tokens)))
 
     @property
-    def has_followers(self) -> bool:
-        """True if an output token that is no stop token may end the sequence, or bring others."""
+    def has_stop_or_constraint(self) -> bool:
+        """True if the request has stop strings or a constraint, which are followed after each output token."""
         return self.constraint is not None or bool(self.request.params.stop)
 
     @property
-    def has_text_alone(self) -> bool:
-        """True if an output token changes nothing but numbers, text and constraint, unless it ends the sequence."""
+    def may_be_continued(self) -> bool:
+        """True if output tokens may be applied in arrays, see `Scheduler.continued`: they change numbers and text."""
         params = self.request.params
-        return params.logprobs is None and not (self.has_followers and params.min_tokens)
+        return params.logprobs is None and not (self.has_stop_or_constraint and params.min_tokens)
 
     @property
     def num_known_tokens(self) -> int:

@@ -134,10 +134,10 @@ class SequenceTable:
         self.pending = np.zeros((num_slots, MAX_PENDING_TOKENS), np.int64)
         self.admissions = np.zeros(num_slots, np.int64)
         """Number of the admission of each column's sequence; 0: the column is free."""
-        self.has_text_alone = np.zeros(num_slots, bool)
-        """See `Sequence.has_text_alone`."""
-        self.has_followers = np.zeros(num_slots, bool)
-        """See `Sequence.has_followers`."""
+        self.may_be_continued = np.zeros(num_slots, bool)
+        """See `Sequence.may_be_continued`."""
+        self.has_stop_or_constraint = np.zeros(num_slots, bool)
+        """See `Sequence.has_stop_or_constraint`."""
         self.is_special = np.zeros(num_slots, bool)
         """See `Sequence.is_special`."""
         self.stop_tokens: Counter[int] = Counter()
@@ -155,8 +155,8 @@ class SequenceTable:
         self._num_admissions += 1
         self.admissions[row] = self._num_admissions
         sequence.enter_table(row, self._num_admissions, self.numbers[:, row], self.times[:, row], self.pending[row])
-        self.has_text_alone[row], self.is_special[row] = sequence.has_text_alone, sequence.is_special
-        self.has_followers[row] = sequence.has_followers
+        self.may_be_continued[row], self.is_special[row] = sequence.may_be_continued, sequence.is_special
+        self.has_stop_or_constraint[row] = sequence.has_stop_or_constraint
         self.stop_tokens.update(sequence.request.params.stop_token_ids)
         self.accounts.set(row, (sequence.request.tenant, sequence.request.band))
         self.ingresses.set(row, sequence.request.ingress_id)
@@ -168,7 +168,7 @@ class SequenceTable:
         assert row is not None
         sequence.leave_table()
         self.numbers[:, row] = self.times[:, row] = self.admissions[row] = 0
-        self.has_text_alone[row] = self.has_followers[row] = self.is_special[row] = False
+        self.may_be_continued[row] = self.has_stop_or_constraint[row] = self.is_special[row] = False
         for token_id in sequence.request.params.stop_token_ids:
             self.stop_tokens[token_id] -= 1
             if not self.stop_tokens[token_id]:

@@ -138,8 +138,8 @@ class StateSlots:
                     self._publish(entry.slot, sequence.block_hashes[entry.boundary // self._block_size - 1])
         for entry in held[: max(0, num_computed - 1)]:
             self._release(entry)
-        sequence.num_awaited_states = len(held) - num_computed
         del held[: max(0, num_computed - 1)]
+        self._note(sequence)
 
     def revoked(self, sequence: Sequence) -> None:
         """Take back the slots that revoked steps would have written."""
@@ -195,7 +195,7 @@ class StateSlots:
         self._num_held += not entry.is_snapshot and self._num_holders[entry.slot] == 1
 
     def _note(self, sequence: Sequence) -> None:
-        """Note in the sequence's numbers what slots it holds, after a change at their end."""
+        """Note in the sequence's numbers what slots it holds."""
         held = sequence.state_slots
         is_own = bool(held) and not held[-1].is_shared
         sequence.state_slot, sequence.state_boundary = (held[-1].slot, held[-1].boundary) if is_own else (0, 0)

@@ -205,10 +205,8 @@ class StepPadding:
         span, words = to_device.room(len(sent.following.words))
         assert span.start == 0, "the numbers of a padded pass are the step's first"
         words[0] = sent.num_steps
-        if sent.following.shape.has_states:
-            assert columns.states is not None
-            slots = columns.states.words()
-            words[NUM_HEAD_WORDS : NUM_HEAD_WORDS + len(slots)] = slots
+        slots = _slots_of(columns, sent.following.shape)
+        words[NUM_HEAD_WORDS : NUM_HEAD_WORDS + len(slots)] = slots
         return sent.following
 
     def _decodes(self, columns: BatchColumns, shape: StepShape, last_rows: LastRows) -> tuple[np.ndarray, ...]:
@@ -216,11 +214,10 @@ class StepPadding:
 
         They are those of `FlatBatch.of`, which takes longer: a decode has one token, and needs no chunk.
         """
-        slots = columns.states.words() if shape.has_states and columns.states is not None else _NO_WORDS
         num_rows = len(columns.rows)
         # Later steps may take their tokens from the step before them by the same ids.
         ids = np.arange(-num_rows, 0) if self._sent is not None else newest_ids(columns, num_rows, last_rows)
-        return slots, ids, columns.starts, _table_rows(columns.rows, shape)
+        return _slots_of(columns, shape), ids, columns.starts, _table_rows(columns.rows, shape)
 
     def _mixed(self, columns: BatchColumns, shape: StepShape, last_rows: LastRows) -> tuple[np.ndarray, ...]:
         """Return the parts of the inputs of any step. A chunk of no tokens takes no rows."""
@@ -249,6 +246,14 @@ class _SentDecodes:
     """Plan of each step after them."""
     num_steps: int = 0
     """Number of these steps so far."""
+
+
+def _slots_of(columns: BatchColumns, shape: StepShape) -> np.ndarray:
+    """Return the state slots of decodes, two words for each; none if the inputs have none."""
+    if not shape.has_states:
+        return _NO_WORDS
+    assert columns.states is not None
+    return columns.states.words()
 
 
 def _table_rows(rows: np.ndarray, shape: StepShape) -> np.ndarray:

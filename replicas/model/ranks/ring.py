@@ -195,8 +195,6 @@ class RingReader:
 
     def _waited(self, limit_s: float) -> bool:
         """Wait for bytes; return False if there are none for `limit_s` seconds."""
-        if self._num_available():
-            return True
         begun_s = time.monotonic()
         while not self._num_available():
             waited_s = time.monotonic() - begun_s

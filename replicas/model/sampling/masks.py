@@ -78,7 +78,7 @@ class MaskThreads:
 
         They are filled from now on, or from `message` on if a token before them is not known yet.
         """
-        rows = [row for row in columns.special if _has_mask(columns.sequences[row])] if columns.special else []
+        rows = [row for row in columns.special if _has_mask(columns.sequences[row])]
         if not rows:
             return None
         sequences = [columns.sequences[row] for row in rows]

@@ -1,4 +1,4 @@
-"""What a padded pass reads on the device are the batch's tokens, positions and slots, whatever steps came before."""
+"""A padded pass reads the batch's tokens, positions and slots on the device, whatever steps came before."""
 
 from __future__ import annotations
 
